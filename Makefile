@@ -154,8 +154,8 @@ bench-swap: build  ## Optimizer states between files and memory, beside fio (ARG
 	@$(CMAKE) --build $(BUILD) -j $(JOBS) --target deeptide_swap_bench
 	@$(PYTHON) bench/swap.py --program $(abspath $(BUILD))/bench/deeptide_swap_bench $(ARGS)
 
-bench-checkpoint: build  ## Saves beside a direct write, torch.save and DCP (ARGS=--folder=…)
-	@PYTHONPATH=$(abspath $(BUILD))/python $(PYTHON) bench/checkpoint.py $(ARGS)
+bench-checkpoint: build  ## Saves, loads, exports and imports beside fio, torch.save, DCP and DeepSpeed (ARGS=--folder=…)
+	@PYTHONPATH=$(abspath $(BUILD))/python PYTHON=$(abspath $(PYTHON)) bench/run.sh checkpoint.py $(ARGS)
 
 bench-link: build  ## Steps of Adam and of 1-bit Adam over a link of 1 Gbit/s, as root (ARGS=…)
 	@$(PYTHON) bench/slow_link.py --deeptide $(abspath $(BUILD))/python $(ARGS)

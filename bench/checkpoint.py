@@ -1,9 +1,13 @@
 #!/usr/bin/env python3
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""Times saves, loads and exports of a sharded model's state beside plain direct transfers, torch and DCP: Markdown."""
+"""Times saves, loads, exports and imports of a sharded model's state beside fio, torch, DCP and DeepSpeed: Markdown.
+
+DeepSpeed's and fio's rows are there where these are installed (`bench/run.sh checkpoint.py` installs DeepSpeed).
+"""
 
 import argparse
+import importlib.util
 import logging
 import mmap
 import os
@@ -14,24 +18,32 @@ import sys
 import threading
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import deeptide
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from deeptide._weights import import_checkpoint
 from torch import nn
 
 LEGEND = """\
-2 ranks, bf16, AdamW, stage 2: each rank's masters and moments. GB/s: of both ranks' bytes, from the call until all is
-durable. Stall: training stands still in the call, in ms per GB of both ranks' bytes. Step: the steps beside a save, as
-a multiple of those without one. Medians over the rounds, whose entries follow one another. The direct write has the
-same files and block size, two blocks under way per rank. torch.save ends with fsync, as DCP does. Memory: the peak of
-a rank's resident memory in the call beyond what it had before, in percent of its state. Reads begin with no page of the
-files in memory; a load of Deeptide compares every block with its hash first. An export is of weights in fp32, from
-masters, by rank 0 alone, its bytes counted once; so is its direct write."""
+2 ranks, {dtype}, AdamW, stage 2: each rank's masters and moments. GB/s: of both ranks' bytes, from the call until all
+is durable; DeepSpeed's are without the weights that it writes as well, and it does not sync. Stall: training stands
+still in the call, in ms per GB of both ranks' bytes. Step: the steps beside a save, as a multiple of those without one.
+Medians over the rounds, whose entries follow one another. The direct write has the same files and block size, two
+blocks under way per rank. torch.save ends with fsync, as DCP does. Memory: the peak of a rank's resident memory in the
+call beyond what it had before, in percent of its state. Reads begin with no page of the files in memory; a load of
+Deeptide compares every block with its hash first. An export is of weights in fp32, from masters, by rank 0 alone, its
+bytes counted once; so is its direct write. An import writes what DeepSpeed has saved in Deeptide's form, by rank 0
+alone; its bytes are those of the masters and moments, which are read and written."""
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 BLOCK = 8 << 20
+HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
+HAS_FIO = shutil.which("fio") is not None
 
 
 def parse_arguments():
@@ -40,6 +52,8 @@ def parse_arguments():
     parser.add_argument("--million", type=int, default=300, help="parameters")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rows", type=int, default=64, help="of a batch: the more, the longer forward and backward")
+    has_bf16 = any(flag in Path("/proc/cpuinfo").read_text() for flag in ("avx512_bf16", "amx_bf16"))
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bf16" if has_bf16 else "fp32")
     return parser.parse_args()
 
 
@@ -55,23 +69,42 @@ class Net(nn.Module):
 
 
 class Trainer:
-    def __init__(self, options):
+    """Steps of one engine: Deeptide's, or DeepSpeed's."""
+
+    def __init__(self, options, initialize):
         torch.manual_seed(0)
+        model = Net(options.million)
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-            "bf16": {"enabled": True},
+            "bf16": {"enabled": options.dtype == "bf16"},
             "zero_optimization": {"stage": 2},
         }
-        self.engine = deeptide.initialize(model=Net(options.million), config=config)[0]
-        self.batch = torch.randn(options.rows, 2048, dtype=torch.bfloat16)
+        self.numel = sum(parameter.numel() for parameter in model.parameters())
+        self.engine = initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+        self.batch = torch.randn(options.rows, 2048, dtype=DTYPES[options.dtype])
 
     def step(self):
         """Its seconds, and whether a save has ended."""
         start = time.perf_counter()
         self.engine.backward(self.engine(self.batch))
         outcome = self.engine.step()
-        return time.perf_counter() - start, outcome.saved != ""
+        return time.perf_counter() - start, getattr(outcome, "saved", "") != ""
+
+
+class Bench(NamedTuple):
+    """What a rank measures with."""
+
+    options: argparse.Namespace
+    rank: int
+    ours: Trainer
+    theirs: Trainer | None  # DeepSpeed's
+    state: dict[str, torch.Tensor]  # as much as a rank saves
+
+    @property
+    def num_bytes(self):
+        """Of one rank."""
+        return sum(tensor.nbytes for tensor in self.state.values())
 
 
 def timed(work):
@@ -171,49 +204,75 @@ def beside(trainer, begin, is_over, alone):
             return time.perf_counter() - start, call, sum(steps) / len(steps) / alone, None
 
 
-def rounds_of(trainer, state, options, rank):
-    folder = options.folder
-    num_bytes = sum(tensor.nbytes for tensor in state.values())
-    for _ in range(options.rounds):
+def write_by_fio(folder, num_bytes):
+    """As write_directly, of both ranks' files."""
+    asked = {"rw": "write", "bs": BLOCK, "direct": 1, "ioengine": "libaio", "iodepth": 2, "end_fsync": 1}
+    asked |= {"directory": folder, "name": "fio", "numjobs": 2, "size": num_bytes // BLOCK * BLOCK}
+    for path in folder.glob("fio.*"):
+        path.unlink()  # else it fills them first
+    command = ["fio", "--group_reporting", "--minimal", *(f"--{key}={value}" for key, value in asked.items())]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+def rounds_of(bench):
+    """(name, total, call, steps' multiple, memory) of each save."""
+    folder, rank, trainer, state = bench.options.folder, bench.rank, bench.ours, bench.state
+    where, futures = {"checkpoint_id": str(folder / "dcp")}, []
+    own_group = dist.new_group()  # whose calls on DCP's thread do not mix with those of `beside`
+    for _ in range(bench.options.rounds):
         alone = median(trainer.step()[0] for _ in range(3))
-        yield "direct write", *timed(lambda: write_directly(folder / f"direct.{rank}", num_bytes))
+        yield "direct write", *timed(lambda: write_directly(folder / f"direct.{rank}", bench.num_bytes))
+        if HAS_FIO:
+            yield "fio", *timed(lambda: rank == 0 and write_by_fio(folder, bench.num_bytes))
         yield "Deeptide", *timed(lambda: trainer.engine.save_checkpoint(folder, "ours", blocking=True))
         begin = lambda: trainer.engine.save_checkpoint(folder, "ours", blocking=False)  # noqa: E731
         yield "Deeptide, beside", *beside(trainer, begin, lambda: False, alone)
         yield "torch.save", *timed(lambda: save_by_torch(state, folder / f"torch.{rank}"))
-        yield "DCP", *timed(lambda: dcp.save(state, checkpoint_id=str(folder / "dcp")))
-        futures = []
-        begin = lambda: futures.append(dcp.async_save(state, checkpoint_id=str(folder / "dcp")))  # noqa: B023, E731
-        yield "DCP, async", *beside(trainer, begin, lambda: futures[0].done(), alone)  # noqa: B023
+        yield "DCP", *timed(lambda: dcp.save(state, **where))
+        begin = lambda: futures.append(dcp.async_save(state, process_group=own_group, **where))  # noqa: E731
+        yield "DCP, async", *beside(trainer, begin, lambda: futures[-1].done(), alone)
+        if bench.theirs is not None:
+            yield "DeepSpeed", *timed(lambda: bench.theirs.engine.save_checkpoint(str(folder / "theirs"), tag="theirs"))
 
 
-def reads_of(trainer, state, options, rank):
+def reads_of(bench):
     """Reads what the last round of saves has left."""
-    folder = options.folder
-    for _ in range(options.rounds):
-        for name, read in (
-            ("direct read", lambda: read_directly(folder / f"direct.{rank}")),
-            ("Deeptide, load", lambda: trainer.engine.load_checkpoint(folder, "ours")),
-            ("torch.load", lambda: torch.load(folder / f"torch.{rank}")),
-            ("DCP, load", lambda: dcp.load(state, checkpoint_id=str(folder / "dcp"))),
-        ):
+    folder, rank, state = bench.options.folder, bench.rank, bench.state
+    reads = {
+        "direct read": lambda: read_directly(folder / f"direct.{rank}"),
+        "Deeptide, load": lambda: bench.ours.engine.load_checkpoint(folder, "ours"),
+        "torch.load": lambda: torch.load(folder / f"torch.{rank}"),
+        "DCP, load": lambda: dcp.load(state, checkpoint_id=str(folder / "dcp")),
+    }
+    if bench.theirs is not None:
+        reads["DeepSpeed, load"] = lambda: bench.theirs.engine.load_checkpoint(str(folder / "theirs"), tag="theirs")
+        reads["Deeptide, load of DeepSpeed's"] = lambda: bench.ours.engine.load_checkpoint(folder / "theirs", "theirs")
+    for _ in range(bench.options.rounds):
+        for name, read in reads.items():
             forget_pages(folder)
             yield name, *timed(read)
 
 
-def exports_of(trainer, options, rank):
-    """By one process, as `deeptide checkpoint export` runs: of weights alone."""
-    num_bytes = 4 * sum(parameter.numel() for parameter in trainer.engine.module.parameters())
-    for _ in range(options.rounds if rank == 0 else 0):
-        forget_pages(options.folder)
-        start = time.perf_counter()
-        with Peak() as peak:
-            deeptide.checkpoint.export(options.folder / "ours", options.folder / "export", dtype="fp32")
-            forget_pages(options.folder / "export")  # durable
-        yield "export", num_bytes, time.perf_counter() - start, peak.bytes
-        start = time.perf_counter()
-        write_directly(options.folder / "direct.export", num_bytes)
-        yield "direct write", num_bytes, time.perf_counter() - start, 0
+def exports_of(bench):
+    """By one process, as `deeptide checkpoint export` and `import` run: (name, bytes, seconds, memory)."""
+    folder, num_bytes = bench.options.folder, 4 * bench.ours.numel
+    export = partial(deeptide.checkpoint.export, folder / "ours", folder / "export", dtype="fp32")
+    works = {"export": (num_bytes, export)}
+    if bench.theirs is not None:
+        works["import"] = (3 * num_bytes, partial(import_checkpoint, folder / "theirs", folder / "imported", "theirs"))
+    for _ in range(bench.options.rounds if bench.rank == 0 else 0):
+        for name, (size, work) in works.items():
+            shutil.rmtree(folder / "imported", ignore_errors=True)
+            forget_pages(folder)
+            start = time.perf_counter()
+            with Peak() as peak:
+                work()
+                for written in ("export", "imported"):
+                    forget_pages(folder / written)  # durable
+            yield name, size, time.perf_counter() - start, peak.bytes
+            start = time.perf_counter()
+            write_directly(folder / "direct.export", size)
+            yield f"direct write, {name}", size, time.perf_counter() - start, 0
     dist.barrier()
 
 
@@ -233,15 +292,17 @@ def print_exports(found):
         print(f"| {name} | {speed:.2f} | {median(peak for *_, peak in figures) / 2**20:.0f} |")
 
 
-def collected(rows):
+def collected(rows, say):
+    """The figures of each name; each is told as it comes."""
     found = {}
     for name, *figures in rows:
+        say(f"{name}: {', '.join(f'{value:.4g}' for value in figures if value is not None)}")
         found.setdefault(name, []).append(figures)
     return found
 
 
-def print_saves(found, gigabytes, state_bytes):
-    print(f"{LEGEND}\n\n{gigabytes:.2f} GB\n")
+def print_saves(found, gigabytes, state_bytes, dtype):
+    print(f"{LEGEND.format(dtype=dtype)}\n\n{gigabytes:.2f} GB\n")
     print("| | GB/s | of the direct write | stall, ms per GB | step | memory |\n|---|---|---|---|---|---|")
     base = median(gigabytes / total for total, *_ in found["direct write"])
     for name, figures in found.items():
@@ -258,18 +319,32 @@ def run_rank(options):
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.set_num_threads(1)
-    trainer = Trainer(options)
-    trainer.step()
-    numel = sum(parameter.numel() for parameter in trainer.engine.module.parameters()) // 2
-    state = {f"{name}.{rank}": torch.randn(numel) for name in ("master", "exp_avg", "exp_avg_sq")}
-    state_bytes = sum(tensor.nbytes for tensor in state.values())
-    saves = collected(rounds_of(trainer, state, options, rank))
-    reads = collected(reads_of(trainer, state, options, rank))
-    exports = collected(exports_of(trainer, options, rank))
+    say = partial(print, file=sys.stderr, flush=True) if rank == 0 else lambda text: None
+    trainers = [Trainer(options, deeptide.initialize), deepspeed_trainer(options)]
+    for trainer in filter(None, trainers):
+        trainer.step()
+    state = {f"{name}.{rank}": torch.randn(trainers[0].numel // 2) for name in ("master", "exp_avg", "exp_avg_sq")}
+    bench = Bench(options, rank, *trainers, state)
+    saves = collected(rounds_of(bench), say)
+    reads = collected(reads_of(bench), say)
+    exports = collected(exports_of(bench), say)
     if rank == 0:
-        print_saves(saves, 2 * state_bytes / 1e9, state_bytes)
-        print_reads(reads, 2 * state_bytes / 1e9, state_bytes)
+        print_saves(saves, 2 * bench.num_bytes / 1e9, bench.num_bytes, options.dtype)
+        print_reads(reads, 2 * bench.num_bytes / 1e9, bench.num_bytes)
         print_exports(exports)
+        sys.stdout.flush()
+    dist.barrier()
+    os._exit(0)  # DeepSpeed's destructors wait for groups that are gone
+
+
+def deepspeed_trainer(options):
+    if not HAS_DEEPSPEED:
+        return None
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    import deepspeed
+
+    return Trainer(options, deepspeed.initialize)
 
 
 def main():

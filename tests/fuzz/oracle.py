@@ -131,7 +131,8 @@ def _check_defined(life, act, avoid):
         raise UndefinedError("how much of a packed master a write leaves: tests/python/optim/test_packed_states.py")
     _check_shares(life, act)
     is_pending = life.phase.get("activations") and any(rank.losses for rank in life.ranks)
-    if is_pending and act["act"] in ("write", "swap") and act["name"].startswith("h."):
+    writes = act["act"] in ("write", "swap") or (act["act"] == "set_full" and act["role"] == "fp32")
+    if is_pending and writes and act["name"].startswith("h."):
         raise UndefinedError("what recomputation makes of a weight that was written since its forward")
     if life.away and act["act"] not in ("clone", "read_raw") and act.get("mode", "train") == "train":
         raise UndefinedError("what trains while states are away")
