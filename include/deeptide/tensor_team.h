@@ -20,7 +20,7 @@ namespace deeptide {
 /// parts of ceil(block / ranks) elements; the last part is padded where that is too much.
 struct TensorSlice {
   std::string name;
-  int64_t dim = 0;  // 0 or 1
+  int64_t dim = 0;
   /// Sizes along `dim` in the whole parameter: {768}, or {768, 768, 768} of fused queries, keys and values.
   std::vector<int64_t> blocks;
 };

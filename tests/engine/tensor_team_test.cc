@@ -225,7 +225,7 @@ void check_places(const TensorSlice& slice, const std::vector<int64_t>& local, i
 }
 
 TEST(Slices, HaveEachElementOfTheWholeOnceHoweverTheyAreSharded) {
-  for (const int64_t step : {1, 3, 4, 7, 100}) {
+  for (const int64_t step : {1, 3, 4, 7, 11, 100}) {
     check_places({"rows", 0, {6}}, {3, 4}, 2, step);
     check_places({"padded rows", 0, {5}}, {3, 4}, 2, step);
     check_places({"fewer rows than ranks", 0, {2}}, {1, 4}, 3, step);
@@ -235,6 +235,9 @@ TEST(Slices, HaveEachElementOfTheWholeOnceHoweverTheyAreSharded) {
     check_places({"padded columns", 1, {7}}, {4, 4}, 2, step);
     check_places({"fused columns", 1, {2, 4, 2}}, {3, 4}, 2, step);
     check_places({"planes", 1, {4}}, {3, 2, 2}, 2, step);
+    check_places({"experts' columns", 2, {4}}, {3, 5, 2}, 2, step);
+    check_places({"fused columns of planes", 2, {2, 4}}, {2, 3, 3}, 2, step);
+    check_places({"planes of planes", 2, {4}}, {3, 2, 2, 2}, 2, step);
   }
 }
 

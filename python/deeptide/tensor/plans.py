@@ -12,9 +12,11 @@ from typing import Any
 from torch import nn
 
 from deeptide._C import ConfigError
+from deeptide.tensor import experts
 from deeptide.tensor.layers import features_of, is_linear
 
 COLUMN, ROW, VOCABULARY, HEADS, ADDING, WHOLE = "column", "row", "vocabulary", "heads", "adding", "whole"
+EXPERTS = "experts"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +42,7 @@ _STYLES = {
     "replicated_with_grad_allreduce": Cut(ADDING),
     "replicate": Cut(WHOLE),
 }
-_EXPERTS = "moe_tp_experts"
+_OF_EXPERTS = "moe_tp_experts"
 
 
 def _expand(model: nn.Module, patterns: Mapping[str, str]) -> Iterable[tuple[str, str]]:
@@ -61,17 +63,28 @@ def _own_styles(model: nn.Module) -> list[tuple[str, str]]:
 
 
 def experts_of(model: nn.Module) -> list[str]:
-    """The mixtures of experts that a model's own plan names: all ranks have them whole, and compute them alike."""
-    return [path for path, style in _own_styles(model) if style == _EXPERTS]
+    """The mixtures of experts that a model's own plan names."""
+    return [path for path, style in _own_styles(model) if style == _OF_EXPERTS]
+
+
+def _plan_of_experts(model: nn.Module) -> Plan:
+    """Those of Transformers' form, with its styles. Others stay whole: all ranks compute them alike."""
+    modules, styles = dict(model.named_modules()), dict(_own_styles(model))
+    return {
+        path: Cut(EXPERTS)
+        for path in experts_of(model)
+        if experts.slices_of_experts(modules[path])
+        and all(styles.get(f"{path}.{name}") == style for name, style in experts.STYLES.items())
+    }
 
 
 def own_plan(model: nn.Module) -> Plan:
     """The plan that a model of Transformers brings; empty if it has none. Errors: ConfigError naming unknown styles."""
     modules = dict(model.named_modules())
-    experts = experts_of(model)
-    plan: Plan = {}
+    mixtures = experts_of(model)
+    plan = _plan_of_experts(model)
     for path, style in _own_styles(model):
-        if any(path == whole or path.startswith(f"{whole}.") for whole in experts):
+        if any(path == whole or path.startswith(f"{whole}.") for whole in mixtures):
             continue
         cut = _STYLES.get(style)
         module = modules.get(path)

@@ -13,8 +13,20 @@ from deeptide import _C
 from deeptide._C import ConfigError
 from deeptide._log import say
 from deeptide.tensor import check as checks
+from deeptide.tensor.experts import as_sliced_experts, slices_of_experts
 from deeptide.tensor.layers import as_column, as_heads, as_row, as_vocabulary, features_of, is_linear
-from deeptide.tensor.plans import ADDING, COLUMN, HEADS, ROW, VOCABULARY, Plan, experts_of, own_plan, plan_of_specs
+from deeptide.tensor.plans import (
+    ADDING,
+    COLUMN,
+    EXPERTS,
+    HEADS,
+    ROW,
+    VOCABULARY,
+    Plan,
+    experts_of,
+    own_plan,
+    plan_of_specs,
+)
 from deeptide.tensor.rule import adapt_sizes, rule_plan
 from deeptide.tensor.slices import as_adding
 from deeptide.tensor.team import Team, team_of
@@ -40,8 +52,8 @@ def split_model(
     if team_of(model) is not None:
         raise ConfigError("split_model: layers of the model are cut already")
     plan, is_own = plan_for(model, layer_specs, use_rule)
-    if is_own and experts_of(model) and team.index == team.data_rank == 0:
-        say(f"tensor: the experts of {type(model).__name__} stay whole; ZeRO shards them over all ranks of a stage")
+    if is_own:
+        plan = _without_odd_experts(model, plan, team)
     check_plan(model, plan, team.size)
     deferred = _share_values(model, team)
     inputs = (example or checks.example_of(model)) if check and not deferred else None
@@ -54,6 +66,21 @@ def split_model(
     elif check and not deferred and team.index == team.data_rank == 0:
         checks.tell_unchecked(model)
     return model
+
+
+def _without_odd_experts(model: nn.Module, plan: Plan, team: Team) -> Plan:
+    """Experts that are not cut are told of."""
+    modules = dict(model.named_modules())
+    odd = {
+        path
+        for path, cut in plan.items()
+        if cut.kind == EXPERTS and slices_of_experts(modules[path])["down_proj"].blocks[0] % team.size
+    }
+    whole = [path for path in experts_of(model) if path in odd or path not in plan]
+    if whole and team.index == team.data_rank == 0:
+        why = f"its inner features do not divide among {team.size} ranks" if odd else "its weights have another form"
+        say(f"tensor: '{whole[0]}' and others stay whole, since {why}; ZeRO shards them over the stage's ranks")
+    return {path: cut for path, cut in plan.items() if path not in odd}
 
 
 def _share_values(model: nn.Module, team: Team) -> bool:
@@ -143,6 +170,8 @@ def _apply(model: nn.Module, plan: Plan, team: Team) -> None:
             as_column(module, team, cut.meets_whole, cut.blocks)
         elif cut.kind == ROW:
             as_row(module, team, cut.meets_whole, cut.blocks)
+        elif cut.kind == EXPERTS:
+            as_sliced_experts(module, team)
         elif cut.kind == HEADS:
             assert isinstance(module, nn.Embedding)
             as_heads(module, team)

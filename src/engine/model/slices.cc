@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Counts in rows: a slice along dimension 0 is one row of its elements, one along dimension 1 has a row per index.
+// Counts in rows: one for each index of the dimensions before the slice's, so a slice along dimension 0 is one row.
 #include "engine/model/slices.h"
 
 #include <ATen/ops/empty.h>
@@ -120,17 +120,40 @@ class Placement {
   void add_rows(int64_t from, int64_t to) {
     if (from >= to) return;
     if (slice_.dim == 0) return add_part(0, 0, rows_.here);
+    add_boxes({.offsets = std::vector<int64_t>(shape_.size(), 0), .sizes = shape_}, 0, from, to, from);
+  }
+
+  /// Rows [from, to) of those in `box`, which has one index of each dimension before `dim`. `row`: the first's number.
+  void add_boxes(Region box, int64_t dim, int64_t from, int64_t to, int64_t row) {
+    const auto d = static_cast<size_t>(dim);
+    const int64_t each = product(at::IntArrayRef(shape_).slice(d + 1, static_cast<size_t>(slice_.dim - dim - 1)));
+    const auto add_within = [&](int64_t index, int64_t begin, int64_t end, int64_t first) {
+      Region part = box;
+      part.offsets[d] = index;
+      part.sizes[d] = 1;
+      add_boxes(std::move(part), dim + 1, begin, end, first);
+    };
+    const int64_t head = from / each, tail = to / each, whole = (from + each - 1) / each;
+    if (head == tail) return add_within(head, from % each, to % each, row);
+    if (from % each != 0) add_within(head, from % each, each, row);
+    if (to % each != 0) add_within(tail, 0, to % each, row + tail * each - from);
+    if (whole == tail) return;
+    box.offsets[d] = whole;
+    box.sizes[d] = tail - whole;
+    add_bands(box, row + whole * each - from, (tail - whole) * each);
+  }
+
+  void add_bands(const Region& rows, int64_t row, int64_t count) {
+    const auto dim = static_cast<size_t>(slice_.dim);
+    const int64_t inner = product(at::IntArrayRef(shape_).slice(dim + 1));
     for (const Band& band : rows_.bands) {
       if (band.width == 0) continue;
-      const int64_t inner = product(at::IntArrayRef(shape_).slice(2));
-      Region box{.offsets = std::vector<int64_t>(shape_.size(), 0), .sizes = shape_};
-      box.offsets[0] = from;
-      box.sizes[0] = to - from;
-      box.offsets[1] = band.there / inner;
-      box.sizes[1] = band.width / inner;
-      const int64_t begin = from * rows_.here + band.here - first_;
+      Region box = rows;
+      box.offsets[dim] = band.there / inner;
+      box.sizes[dim] = band.width / inner;
+      const int64_t begin = row * rows_.here + band.here - first_;
       const bool is_dense = band.width == rows_.here;
-      add(std::move(box), is_dense ? piece_.data.part(begin, (to - from) * rows_.here)
+      add(std::move(box), is_dense ? piece_.data.part(begin, count * rows_.here)
                                    : striped(piece_.data, extent_, begin, rows_.here, band.width));
     }
   }

@@ -18,7 +18,7 @@ namespace deeptide::engine {
 checkpoint::Shape whole_shape(const TensorSlice& slice, at::IntArrayRef local);
 
 /// Replaces pieces of slices, which are ranges, by pieces of the whole parameters: ranges and boxes, since what a rank
-/// holds of a slice along dimension 1 is a part of a row, whole rows, and a part of another. Padding is left out.
+/// holds of a slice along a later dimension is a part of a row, whole rows, and a part of another. Padding is left out.
 /// `extent`: held: the pieces are to be filled.
 void place_slices(const Topology& topology, Extent extent, std::vector<checkpoint::Piece>& pieces);
 

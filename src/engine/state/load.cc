@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <set>
 #include <sstream>
 
@@ -65,6 +66,7 @@ class SavedRoles {
   /// Whether or not there is such a buffer.
   const Role& buffer() const { return buffer_; }
   bool has_buffer(const std::string& name) const { return buffers_.contains(name); }
+  bool has(const std::string& name) const { return weights_.contains(name) || has_buffer(name); }
 
  private:
   Role buffer_;
@@ -101,7 +103,11 @@ void add_loose(const std::vector<NamedTensor>& loose, const SavedRoles& saved, s
   }
 }
 
-void fill(const std::vector<NamedTensor>& loose, const std::vector<Tensor>& staged) {
+/// Restores what is not read into its place.
+void fill(const std::vector<NamedTensor>& loose, const std::vector<Tensor>& staged, engine::CustomLoad& custom_states,
+          const std::set<StateName>& fresh, zero::ShardedOptimizer* optimizer) {
+  if (!fresh.empty()) optimizer->states().zero(fresh);
+  custom_states.apply();
   for (size_t i = 0; i < staged.size(); ++i) loose[i].tensor.copy_(staged[i].view(loose[i].tensor.sizes()));
 }
 
@@ -116,30 +122,45 @@ engine::Absent request(const checkpoint::Reader& reader, const SavedRoles& saved
   return absent;
 }
 
-/// Reads what the checkpoint has under one of a parameter's names, in the parameter's type; undefined if nothing.
-Tensor saved_values(const checkpoint::Reader& reader, const SavedRoles& saved, const std::string& name,
-                    const Tensor& like) {
-  if (!saved.weight(name) && !saved.has_buffer(name)) return {};
-  const Tensor values = at::empty({like.numel()}, like.options().requires_grad(false));
-  reader.read({engine::buffer_piece({name, like}, loose_role(saved, name), values)});
-  return values.view(like.sizes());
-}
-
 /// A parameter that took another name after initialize has one value, so the checkpoint may have only one for it.
-void check_ties(const std::vector<engine::LateTie>& ties, const checkpoint::Reader& reader, const SavedRoles& saved) {
-  for (const engine::LateTie& tie : ties) {
-    const Tensor& now = tie.to.parameter->tensors[tie.to.tensor];
-    const Tensor here = saved_values(reader, saved, tie.name, now);
-    const Tensor& first = tie.to.parameter->tensors.front();
-    const Tensor there = saved_values(reader, saved, tie.to.parameter->name, first);
-    if (!here.defined() || !there.defined()) continue;
-    const bool transposed = tie.to.tensor != 0 && here.sizes() != there.sizes();
-    if (here.equal(transposed ? there.t() : there)) continue;
-    throw CheckpointError("'" + tie.name + "' is '" + tie.to.parameter->name +
-                          "' now, and the checkpoint has two values for them (nothing was changed): tie them after "
-                          "the load");
+class TiesToCompare {
+ public:
+  void add(const std::vector<engine::LateTie>& ties, const SavedRoles& saved) {
+    for (const engine::LateTie& tie : ties) {
+      const std::string& name = tie.to.parameter->name;
+      if (!saved.has(tie.name) || !saved.has(name)) continue;
+      const Tensor here = request(saved, tie.name, tie.to.parameter->tensors[tie.to.tensor]);
+      values_.push_back({tie, here, request(saved, name, tie.to.parameter->tensors.front())});
+    }
   }
-}
+  /// What is to be read before `check`: values in the parameters' types.
+  const std::vector<Piece>& wanted() const { return wanted_; }
+
+  void check() const {
+    for (const auto& [tie, here, there] : values_) {
+      const bool transposed = tie.to.tensor != 0 && here.sizes() != there.sizes();
+      if (here.equal(transposed ? there.t() : there)) continue;
+      throw CheckpointError("'" + tie.name + "' is '" + tie.to.parameter->name +
+                            "' now, and the checkpoint has two values for them (nothing was changed): tie them after "
+                            "the load");
+    }
+  }
+
+ private:
+  struct Values {
+    engine::LateTie tie;
+    Tensor here, there;
+  };
+
+  Tensor request(const SavedRoles& saved, const std::string& name, const Tensor& like) {
+    const Tensor values = at::empty({like.numel()}, like.options().requires_grad(false));
+    wanted_.push_back(engine::buffer_piece({name, like}, loose_role(saved, name), values));
+    return values.view(like.sizes());
+  }
+
+  std::vector<Values> values_;
+  std::vector<Piece> wanted_;
+};
 
 StateName name_of(const Piece& piece) { return {piece.name, piece.role.moment_name()}; }
 
@@ -235,9 +256,18 @@ void told_of_replacement(Read read) try {
                         " (a part of the engine's state was replaced: load another checkpoint before it goes on)");
 }
 
-void require_fit(const std::string& path, const std::vector<std::string>& misfits) {
-  if (misfits.empty()) return;
-  throw CheckpointError("checkpoint " + path + " does not fit the model (nothing was changed):" + joined(misfits, 20));
+/// Returns what the checkpoint has beyond what is wanted, where that is no error.
+/// Errors: CheckpointError listing what does not fit, and the `differences`.
+std::vector<std::string> require_fit(const std::string& path, const checkpoint::Reader& reader,
+                                     const std::vector<Piece>& wanted, const std::set<TensorId>& ignored, bool strict,
+                                     const std::vector<std::string>& differences) {
+  auto misfits = reader.check(wanted, strict, ignored);
+  misfits.insert(misfits.end(), differences.begin(), differences.end());
+  if (!misfits.empty()) {
+    throw CheckpointError("checkpoint " + path +
+                          " does not fit the model (nothing was changed):" + joined(misfits, 20));
+  }
+  return strict ? std::vector<std::string>() : reader.check(wanted, true, ignored);
 }
 
 /// The folder of a load: one that all ranks see, or each host's own.
@@ -257,6 +287,16 @@ class Source {
     const auto& named = channels_.stages() == nullptr ? wanted : reader.table();
     if (is_local_) return reader.verify(named, here_.index, here_.ranks);
     reader.verify(wanted, channels_.data().index(), channels_.data().size());  // a stage's ranks want the same tensors
+  }
+  /// Collective. Then runs `go_on`. Errors: CheckpointError, on every rank, as those of `go_on`.
+  template <typename GoOn>
+  void compare(const checkpoint::Reader& reader, const TiesToCompare& ties, GoOn go_on) const {
+    if (is_local_) engine::read_from_hosts(channels_, boundary_, reader, ties.wanted());
+    boundary_.together_on_all_stages("comparing what is tied now", [&] {
+      if (!is_local_) reader.read(ties.wanted());
+      ties.check();
+      go_on();
+    });
   }
   /// Collective. Until boundary.go_on() the engine takes no step. Errors: CheckpointError, on every rank.
   void read(const checkpoint::Reader& reader, const std::vector<Piece>& wanted) const {
@@ -357,6 +397,9 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
   Progress saved;
   engine::Generators generators;
   std::set<StateName> fresh;
+  std::optional<engine::Absent> absent;
+  std::vector<std::string> unexpected;
+  TiesToCompare ties;
   engine::CustomLoad custom_states;
   engine::RoundingErrorLoad errors;
   const Source source(channels, *boundary, directory, tag, config.checkpoint().node_local);
@@ -371,26 +414,22 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
     if (moments && optimizer->custom()) custom_states = {*reader, *optimizer->custom()};
     wanted.insert(wanted.end(), custom_states.wanted().begin(), custom_states.wanted().end());
     const SavedRoles roles(*reader, engine::buffer_coordinates_of(channels.mesh(), channels.world().rank));
-    const engine::Absent absent = request(*reader, roles, options.strict, loose, wanted, staged);
+    absent = request(*reader, roles, options.strict, loose, wanted, staged);
     const auto unkept = optimizer ? optimizer->states().unkept() : std::set<StateName>();
     const auto ignored = ignored_tensors(*reader, moments, unkept, now.tied, wanted, elsewhere);
     if (moments) errors = {*reader, model, rounding_errors(), channels, wanted};
-    auto lines = reader->check(wanted, options.strict, ignored);
-    lines.insert(lines.end(), differences.begin(), differences.end());
-    require_fit(directory + "/" + tag, lines);
+    unexpected = require_fit(directory + "/" + tag, *reader, wanted, ignored, options.strict, differences);
     if (config.checkpoint().verify) source.verify(*reader, wanted, has_trained());
-    check_ties(now.tied, *reader, roles);
-    fresh.insert(absent.fresh().begin(), absent.fresh().end());
-    go_on_without(absent, options.strict ? lines : reader->check(wanted, true, ignored), saved);
+    ties.add(now.tied, roles);
+  });
+  source.compare(*reader, ties, [&] {
+    fresh.insert(absent->fresh().begin(), absent->fresh().end());
+    go_on_without(*absent, unexpected, saved);
   });
   if (channels.is_first()) tell_of_changes(*reader, wanted, saved, progress);
   if (intake) intake->drop_left();
   source.read(*reader, wanted);
-  boundary->together("restoring buffers", [&] {
-    if (!fresh.empty()) optimizer->states().zero(fresh);
-    custom_states.apply();
-    fill(loose, staged);
-  });
+  boundary->together("restoring buffers", [&] { fill(loose, staged, custom_states, fresh, optimizer.get()); });
   publish_parameters(engine::most_rounds(entered.first), errors);
   if (!options.module_only) {
     boundary->together("restoring the random number generators", [&] { generators.restore(model.device()); });

@@ -115,6 +115,31 @@ def cut_layers(world, kind, settings):
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.parametrize(("kind", "inner"), [("mixtral", 48), ("qwen3-moe", 16)])
+def test_each_rank_has_a_slice_of_each_expert(kind, inner):
+    shapes = run_ranks(2, cut_layers, kind, {**models.config(0), "parallel": {"tensor": 2}})
+    assert shapes[0] == shapes[1]
+    assert shapes[0]["model.layers.0.mlp.experts.gate_up_proj"] == (4, inner, 32)
+    assert shapes[0]["model.layers.0.mlp.experts.down_proj"] == (4, 32, inner // 2)
+
+
+def tell_of_whole_experts(world):
+    model = make("qwen3-moe")
+    experts = model.model.layers[0].mlp.experts
+    experts.gate_up_proj = torch.nn.Parameter(torch.randn(4, 30, 32))
+    experts.down_proj = torch.nn.Parameter(torch.randn(4, 32, 15))
+    settings = {**models.config(0), "parallel": {"tensor": 2, "tensor_check": False}}
+    deeptide.initialize(model=model, config=settings, world=world)
+    return [tuple(layer.mlp.experts.down_proj.shape) for layer in model.model.layers]
+
+
+def test_experts_that_do_not_divide_stay_whole_and_are_told_of(caplog):
+    with caplog.at_level("INFO"):
+        shapes = run_ranks(2, tell_of_whole_experts)
+    assert shapes[0] == shapes[1] == [(4, 32, 15), (4, 32, 8)]
+    assert "'model.layers.0.mlp.experts' and others stay whole" in caplog.text
+
+
 def test_deepspeeds_section_cuts_as_ours():
     theirs = {"tensor_parallel": {"autotp_size": 2}}
     shapes = run_ranks(2, cut_layers, "llama", {**models.config(0), **theirs})
