@@ -127,6 +127,9 @@ def _check_defined(life, act, avoid):
     persists = life.phase["config"].get("zero", {}).get("stage3_param_persistence_threshold")
     if life.gated and persists and (is_raw(act) or act.get("way") in UNCOUNTED):
         raise UndefinedError("which parameters are small enough to be kept whole")
+    goes_unnoticed = act["act"] == "write" and (act["way"] == "numpy" or act["way"] in UNCOUNTED) and life.whole
+    if goes_unnoticed and is_low(life.phase) and life.keeps_own_states():
+        raise UndefinedError("whether a step of the program's own optimizer publishes what it did not update")
     if is_packed(life.phase) and act["act"] in ("write", "swap"):
         raise UndefinedError("how much of a packed master a write leaves: tests/python/optim/test_packed_states.py")
     _check_shares(life, act)
