@@ -93,7 +93,7 @@ class Trainer:
 
 
 class Bench(NamedTuple):
-    """What a rank measures with."""
+    """Holds all that a rank measures with."""
 
     options: argparse.Namespace
     rank: int
@@ -103,7 +103,7 @@ class Bench(NamedTuple):
 
     @property
     def num_bytes(self):
-        """Of one rank."""
+        """Counts one rank's bytes."""
         return sum(tensor.nbytes for tensor in self.state.values())
 
 
@@ -205,7 +205,7 @@ def beside(trainer, begin, is_over, alone):
 
 
 def write_by_fio(folder, num_bytes):
-    """As write_directly, of both ranks' files."""
+    """Does what write_directly does, for both ranks' files."""
     asked = {"rw": "write", "bs": BLOCK, "direct": 1, "ioengine": "libaio", "iodepth": 2, "end_fsync": 1}
     asked |= {"directory": folder, "name": "fio", "numjobs": 2, "size": num_bytes // BLOCK * BLOCK}
     for path in folder.glob("fio.*"):

@@ -133,7 +133,7 @@ class TiesToCompare {
       values_.push_back({tie, here, request(saved, name, tie.to.parameter->tensors.front())});
     }
   }
-  /// What is to be read before `check`: values in the parameters' types.
+  /// Names what is to be read before `check`: values in the parameters' types.
   const std::vector<Piece>& wanted() const { return wanted_; }
 
   void check() const {
