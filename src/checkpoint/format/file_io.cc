@@ -165,6 +165,10 @@ void File::will_read(int64_t bytes, int64_t offset) const {
   }
 }
 
+void File::will_sync(int64_t bytes, int64_t offset) const {
+  ::sync_file_range(descriptor_, offset, bytes, SYNC_FILE_RANGE_WRITE);
+}
+
 void File::cut(int64_t bytes) const {
   int done;
   do {

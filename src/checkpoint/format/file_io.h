@@ -29,6 +29,8 @@ class File {
   void read_at(void* data, int64_t bytes, int64_t offset) const;
   /// Lets the system fetch what is read soon, while this thread does other things. A hint, which may do nothing.
   void will_read(int64_t bytes, int64_t offset) const;
+  /// Lets the system begin to write what `sync` will wait for. A hint, likewise.
+  void will_sync(int64_t bytes, int64_t offset) const;
   void sync() const;
   /// Makes the file `bytes` long.
   void cut(int64_t bytes) const;

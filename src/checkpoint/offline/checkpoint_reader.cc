@@ -57,6 +57,15 @@ int64_t block_end(const Logical& logical, int64_t begin, int64_t numel) {
   return std::min(numel, begin + block);
 }
 
+/// Lets the system fetch a block while another is converted and written.
+void announce_range(const CheckpointReader& reader, const Logical& logical, int64_t begin, int64_t end) {
+  const Region wanted = Region::range(begin, end);
+  for (const Extent& extent : logical.extents) {
+    if (checkpoint::num_shared(logical.shape, extent.region, wanted) == 0) continue;
+    checkpoint::announce(checkpoint::File::open(reader.folder() + "/" + extent.file), logical, extent, wanted);
+  }
+}
+
 // Names that contain the wanted one, or are contained in it: what a typing error or a missing prefix leaves.
 std::string resembling(const std::vector<CheckpointTensor>& tensors, const std::string& name) {
   std::string text;
@@ -158,6 +167,7 @@ void for_each_block(const CheckpointReader& reader, const CheckpointTensor& tens
   const auto block = std::make_unique_for_overwrite<char[]>(std::min(kHashedBlockBytes, tensor.bytes));
   for (int64_t begin = 0; begin < tensor.numel;) {
     const int64_t end = block_end(logical, begin, tensor.numel);
+    if (end < tensor.numel) announce_range(reader, logical, end, block_end(logical, end, tensor.numel));
     reader.read_into(tensor, begin, end, block.get());
     visit(begin, end - begin, block.get());
     begin = end;

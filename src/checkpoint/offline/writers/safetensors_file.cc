@@ -28,6 +28,7 @@ void write_safetensors_file(const CheckpointReader& reader, const ExportFile& it
   for (const ExportItem& item : order) {
     for_each_converted(reader, item, [&](const char* data, int64_t bytes) {
       file.write_at(data, bytes, offset);
+      file.will_sync(bytes, offset);
       offset += bytes;
       meter.add(bytes);
     });

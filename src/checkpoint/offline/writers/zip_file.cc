@@ -105,6 +105,7 @@ void ZipFile::begin(const std::string& name, int64_t bytes) {
 void ZipFile::append(const void* data, int64_t bytes) {
   records_.back().crc = crc32(records_.back().crc, static_cast<const unsigned char*>(data), bytes);
   file_.write_at(data, bytes, offset_);
+  file_.will_sync(bytes, offset_);
   offset_ += bytes;
 }
 
