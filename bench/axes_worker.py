@@ -108,6 +108,7 @@ class DeepSpeed:
         import deepspeed
         from deepspeed.pipe import PipelineModule
 
+        deepspeed.init_distributed(dist_backend="gloo")  # adopts the group that is there
         layers = [Stage(model, *bounds[part : part + 2]) for part in range(len(bounds) - 1)]
         config = zero_config(0, "fp32", size) | {
             "train_batch_size": micro_batches * size.batch,
