@@ -15,6 +15,7 @@ from deeptide.tensor.team import Team
 
 # Transformers' styles, as of 5.x, of the two weights that all experts have together.
 STYLES = {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}
+_ALIGNED = 8  # features: torch's grouped products take rows of a multiple of 16 bytes, in 16 bits too
 
 
 class SlicedExperts(nn.Module):
@@ -42,6 +43,11 @@ def slices_of_experts(module: nn.Module) -> dict[str, Slice]:
     if gate_up.shape != (down.shape[0], 2 * inner, down.shape[1]):
         return {}
     return {"gate_up_proj": Slice(1, (inner, inner)), "down_proj": Slice(2, (inner,))}
+
+
+def divides(module: nn.Module, ranks: int) -> bool:
+    """Whether the experts' inner features divide among ranks into slices that grouped products take."""
+    return slices_of_experts(module)["down_proj"].blocks[0] % (ranks * _ALIGNED) == 0
 
 
 def as_sliced_experts(module: nn.Module, team: Team) -> None:

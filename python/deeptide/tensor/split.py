@@ -13,7 +13,7 @@ from deeptide import _C
 from deeptide._C import ConfigError
 from deeptide._log import say
 from deeptide.tensor import check as checks
-from deeptide.tensor.experts import as_sliced_experts, slices_of_experts
+from deeptide.tensor.experts import as_sliced_experts, divides
 from deeptide.tensor.layers import as_column, as_heads, as_row, as_vocabulary, features_of, is_linear
 from deeptide.tensor.plans import (
     ADDING,
@@ -71,14 +71,11 @@ def split_model(
 def _without_odd_experts(model: nn.Module, plan: Plan, team: Team) -> Plan:
     """Experts that are not cut are told of."""
     modules = dict(model.named_modules())
-    odd = {
-        path
-        for path, cut in plan.items()
-        if cut.kind == EXPERTS and slices_of_experts(modules[path])["down_proj"].blocks[0] % team.size
-    }
+    odd = {path for path, cut in plan.items() if cut.kind == EXPERTS and not divides(modules[path], team.size)}
     whole = [path for path in experts_of(model) if path in odd or path not in plan]
     if whole and team.index == team.data_rank == 0:
-        why = f"its inner features do not divide among {team.size} ranks" if odd else "its weights have another form"
+        by_eights = f"its inner features do not divide among {team.size} ranks by eights"
+        why = by_eights if odd else "its weights have another form"
         say(f"tensor: '{whole[0]}' and others stay whole, since {why}; ZeRO shards them over the stage's ranks")
     return {path: cut for path, cut in plan.items() if path not in odd}
 

@@ -32,7 +32,7 @@ KINDS = {
         transformers.BertConfig(hidden_dropout_prob=0, attention_probs_dropout_prob=0, **_SIZES)
     ),
     "mixtral": lambda: transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(num_local_experts=4, num_experts_per_tok=2, **_GROUPED)
+        transformers.MixtralConfig(num_local_experts=4, num_experts_per_tok=2, **{**_GROUPED, "intermediate_size": 32})
     ),
     "vit": families.FAMILIES["vit"],
     "t5": families.ENCODERS_AND_DECODERS["t5"],
