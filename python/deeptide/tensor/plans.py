@@ -67,12 +67,11 @@ def experts_of(model: nn.Module) -> list[str]:
     return [path for path, style in _own_styles(model) if style == _OF_EXPERTS]
 
 
-def _plan_of_experts(model: nn.Module) -> Plan:
+def _plan_of_experts(modules: Mapping[str, nn.Module], styles: Mapping[str, str], mixtures: Iterable[str]) -> Plan:
     """Those of Transformers' form, with its styles. Others stay whole: all ranks compute them alike."""
-    modules, styles = dict(model.named_modules()), dict(_own_styles(model))
     return {
         path: Cut(EXPERTS)
-        for path in experts_of(model)
+        for path in mixtures
         if experts.slices_of_experts(modules[path])
         and all(styles.get(f"{path}.{name}") == style for name, style in experts.STYLES.items())
     }
@@ -81,9 +80,10 @@ def _plan_of_experts(model: nn.Module) -> Plan:
 def own_plan(model: nn.Module) -> Plan:
     """The plan that a model of Transformers brings; empty if it has none. Errors: ConfigError naming unknown styles."""
     modules = dict(model.named_modules())
-    mixtures = experts_of(model)
-    plan = _plan_of_experts(model)
-    for path, style in _own_styles(model):
+    styles = _own_styles(model)
+    mixtures = [path for path, style in styles if style == _OF_EXPERTS]
+    plan = _plan_of_experts(modules, dict(styles), mixtures)
+    for path, style in styles:
         if any(path == whole or path.startswith(f"{whole}.") for whole in mixtures):
             continue
         cut = _STYLES.get(style)
