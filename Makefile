@@ -214,8 +214,9 @@ wheel: setup-wheel  ## Build an sdist, and from it a wheel against the torch in 
 	@rm -rf build-sdist dist/deeptide-*.tar.gz && mkdir build-sdist
 	@$(PYTHON) -c "from scikit_build_core.build import build_sdist; build_sdist('dist')" >build-sdist/log
 	@tar -xzf dist/deeptide-*.tar.gz -C build-sdist --strip-components 1
-	@CXX="$${CXX:-c++}" CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PYTHON) -m pip wheel --no-build-isolation --no-deps -w dist \
-	  ./build-sdist
+	@ln -s $(abspath $(VENV)) build-sdist/.venv  # torch lies as it does from $(BUILD): a compiler cache has it all
+	@CXX="$${CXX:-c++}" CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) build-sdist/.venv/bin/python -m pip wheel \
+	  --no-build-isolation --no-deps -w dist ./build-sdist
 
 test-wheel: setup-test wheel  ## Install the wheel beside torch in an environment of its own; check what it needs, train with it
 	@$(PYTHON) tests/wheel/wheel_test.py "$$(ls -t dist/deeptide-*.whl | head -n 1)"

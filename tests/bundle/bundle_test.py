@@ -44,6 +44,7 @@ class Bundle(unittest.TestCase):
         kept = {name: os.environ[name] for name in os.environ if name.startswith("CCACHE_") or name in ("HOME", "JOBS")}
         tools = os.pathsep.join([str(Path(sys.executable).parent), "/usr/bin", "/bin"])  # CMake and Ninja are there
         variables = {"PATH": tools, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **kept, **more}
+        variables["CCACHE_BASEDIR"] = str(cls.root)  # the folder is another each time; its paths from within are not
         done = subprocess.run(
             words,
             env=variables,

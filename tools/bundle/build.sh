@@ -15,5 +15,6 @@ done
 
 cmake -S . -B build -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DDEEPTIDE_UNITY=ON -DDEEPTIDE_EXAMPLES=OFF \
   -DPython3_EXECUTABLE="$PYTHON" -DCMAKE_PREFIX_PATH="$PWD/third_party/usr" "$@"
-cmake --build build -j "${JOBS:-$(nproc)}" ${TARGET:+--target "$TARGET"}
+cores=$(env -u OMP_NUM_THREADS nproc) # nproc heeds the variable
+cmake --build build -j "${JOBS:-$cores}" ${TARGET:+--target "$TARGET"}
 echo "built: PYTHONPATH=$PWD/build/python, command $PWD/build/bin/deeptide"

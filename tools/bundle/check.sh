@@ -7,7 +7,7 @@ set -u
 cd "$(dirname "$0")"
 
 PYTHON=${PYTHON:-python3}
-JOBS=${JOBS:-$(nproc)}
+JOBS=${JOBS:-$(env -u OMP_NUM_THREADS nproc)}
 failed=0
 # shellcheck disable=SC2086  # a list of words
 ctest --test-dir build --output-on-failure -LE python -j "$JOBS" ${CTEST_ARGS:-} || failed=1
