@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <optional>
+#include <system_error>
 #include <thread>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -35,6 +36,7 @@ namespace {
 // The transport times out after us: our error carries more.
 constexpr milliseconds kTransportGrace{2000};
 constexpr milliseconds kMeanwhile{5};
+constexpr const char* kNoThread = "the system refuses the thread that would serve it";
 constexpr milliseconds kLateParts{10'000};  // of a rank that has ended: a gigabyte at 1 Gbit/s
 
 /// Whether all ranks are on this host, so that no name needs resolving.
@@ -141,6 +143,9 @@ std::unique_ptr<Transport> connect(const World& own, const Team& team, const std
       [own, team, name, options]() -> Made {
         try {
           return {make_transport(own, team, name, options), ""};
+        } catch (const std::system_error& error) {
+          const bool refused = error.code() == std::errc::resource_unavailable_try_again;
+          return {nullptr, refused ? kNoThread : error.what()};
         } catch (const std::exception& error) {
           return {nullptr, error.what()};
         }
@@ -209,9 +214,10 @@ Group::Group(const World& world, Team team, const std::string& name, ChannelOpti
   std::string failure;
   run_blocking([&] { transport_ = connect(team_.within(world), team_, name, options_, failure); });
   if (transport_) return;
-  throw CommError("rank " + std::to_string(team_.rank()) + " of " + std::to_string(world.size) +
-                  " could not connect group '" + name + "' within " + std::to_string(options_.timeout.count()) +
-                  " ms: " + failure +
+  const std::string what = "rank " + std::to_string(team_.rank()) + " of " + std::to_string(world.size) +
+                           " could not connect group '" + name + "'";
+  if (failure == kNoThread) throw CommError(what + ": " + failure);
+  throw CommError(what + " within " + std::to_string(options_.timeout.count()) + " ms: " + failure +
                   ". Check that all ranks run and reach each other (GLOO_SOCKET_IFNAME selects the "
                   "interface, or several, separated by commas, equally many on each host).");
 }

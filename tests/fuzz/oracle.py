@@ -36,7 +36,7 @@ from expected import (
 )
 from noise import Noise
 from plain import DocumentedError, FailuresError, Life
-from programs import STATES, acts_of, is_low, is_packed, pick, placement_of, quantized_in
+from programs import STATES, acts_of, hosts_of, is_low, is_packed, pick, placement_of, quantized_in
 
 OPEN = Path(__file__).parent / "open"
 
@@ -91,6 +91,8 @@ def _perform(life, act, saves, avoid):
         _check_defined(life, act, avoid)
         return [_local(life, rank, act) for rank in life.ranks]
     if act["act"] in surroundings.ACTS:
+        if act["act"] == "squeeze":
+            life.is_squeezed = act["mib"] is not None
         return [surroundings.expected(act, pick(act.get("on", True), rank.rank)) for rank in life.ranks]
     if life.away and act["act"] not in WHILE_AWAY:
         raise UndefinedError("what trains while states are away")
@@ -268,6 +270,8 @@ def load(life, act, saves):
         saved = saves[act["tag"]]
         if saved.get("in_doubt"):
             raise UndefinedError("whether a save beside training was complete when ranks went different ways")
+        if life.is_squeezed and hosts_of(life.program) > 1:
+            raise UndefinedError("whether a group of hosts finds room for its threads")
         if len(saved["hyper"]) != len(life.ranks[0].hyper) or saved["states"].keys() != {t.name for t in life.trained}:
             raise UndefinedError("what a load makes of groups that were added since, or are not there yet")
         life.enter()
@@ -319,6 +323,8 @@ def look_gradient(life, act, saves):
         raise UndefinedError("which gradients there are within an accumulation")
     life.enter()
     total = life._total(trained)
+    if total is None and life.phase.get("fed_back") and quantized_in(life.phase, life.setting):
+        raise UndefinedError("what an earlier contribution's error adds to a gradient that nothing reached")
     if total is None and any(rank.sums for rank in life.ranks):
         return {"gradient": torch.zeros_like(trained.master).detach()}
     return {"gradient": total}

@@ -156,6 +156,8 @@ class Life:
             make_plain(model, self.shares)
             if model.mixer is not None and noise is not None:
                 model.mixer.register_forward_hook(self._round_mixed)
+            if masked and noise is not None:
+                model.norm.register_forward_hook(self._round_mixed)
         self.dtype = {(True, False): torch.bfloat16, (False, True): torch.float16}.get(
             (phase["bf16"], phase.get("fp16", False)), torch.float32
         )
@@ -179,6 +181,8 @@ class Life:
         trainable = set(self.by_name)
         self.frozen = [n for n, p in self.ranks[0].bound.items() if not p.requires_grad and n not in trainable]
         self.global_steps = self.skipped_steps = self.micro_steps = 0
+        self.is_squeezed = False  # its process may map little more
+        self.largest_sent = {}  # by step, of gradients that are quantised
         self.override = None
         self.dead = False
         self.away = False  # states are out of memory
@@ -285,7 +289,7 @@ class Life:
         return total
 
     def _round_mixed(self, _module, _inputs, mixed):
-        """The oracle's attention sums in another order than torch's, before layers that may enlarge the difference."""
+        """The oracle's attention and loss sum in another order than the engine's, beside layers that enlarge it."""
         return mixed * (1 + EPSILON[torch.float32] * self.noise.like(mixed)).to(mixed.dtype)
 
     def _quantized(self):
@@ -293,9 +297,11 @@ class Life:
         width = quantized_in(self.phase, self.setting)
         if width is None:
             return 0.0
-        largest = [g.abs().max().item() for rank in self.ranks for g in rank.sizes.values() if g.numel()]
-        times = 2 if self.phase.get("fed_back") else 1  # the last contribution's error, and this one's
-        return times * OF_QUANTIZED[width] * max(largest, default=0.0) / self.phase["gas"]
+        largest = max((g.abs().max().item() for rank in self.ranks for g in rank.sizes.values() if g.numel()), default=0.0)
+        if self.phase.get("fed_back"):  # an earlier contribution's error, and this one's
+            self.largest_sent[self.global_steps] = max(largest, self.largest_sent.get(self.global_steps, 0.0))
+            largest += max((sent for step, sent in self.largest_sent.items() if step != self.global_steps), default=0.0)
+        return OF_QUANTIZED[width] * largest / self.phase["gas"]
 
     def totals(self):
         return {trained.name: self._total(trained) for trained in self.trained}
@@ -372,7 +378,11 @@ class Life:
         added = [Trained(name, number, self.ranks) for name in names]
         self.trained += added
         self.by_name.update({name: trained for trained in added for name in trained.names})
-        self.optimizer.add_param_group({"params": [trained.master for trained in added], "lr": lr})
+        masters = [trained.master for trained in added]
+        given = self.program["optimizer"]
+        # torch fills a new group from what the optimizer was made with, not from what it loaded since.
+        made_with = getattr(torch.optim, given["type"])(masters).defaults if given.get("restored") else {}
+        self.optimizer.add_param_group({**made_with, "params": masters, "lr": lr})
         group = self.optimizer.param_groups[-1]
         for rank in self.ranks:
             rank.hyper.append({key: group[key] for key in ("lr", "weight_decay")})
@@ -411,7 +421,7 @@ class Life:
         instead = {**loose, **{name: first.bound[target] for name, target in tied.items()}}
         weights = {t.name: t.master.detach().clone() for t in self.trained}
         weights.update({n: p.detach().clone() for n, p in self._firsts(first).items() if n not in self.by_name})
-        weights.update({n: p.detach().to(weights[n].dtype) for n, p in instead.items() if n in weights})
+        weights.update({n: p.detach().clone().to(weights[n].dtype) for n, p in instead.items() if n in weights})
         buffers = [
             {**dict(rank.model.named_buffers()), **{n: p for n, p in self.late(rank)[0].items() if n not in weights}}
             for rank in self.ranks

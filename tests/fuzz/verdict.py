@@ -23,6 +23,7 @@ FLOOR_OF_MASTERS = 2.0**-10  # which moves the fp32 values beside it by less
 NOISES = ((1, 1), (2, 1))
 NOISES_OF_LOW = ((3, MARGIN), (4, MARGIN))
 NOISES_OF_MOMENTS = ((7, 1), (8, 1), (9, 1), (10, 1))  # each rounds by itself: two noises may both be small at a scalar
+NOISES_IN_DOUBT = ((11, 1), (12, 1), (13, 1), (14, 1), (15, 1), (16, 1))  # before a value is called wrong
 NOISES_OF_QUANTIZED = ((5, 1), (6, 1))  # an error beyond them is not rounding's hundredth, but a bound's half
 
 
@@ -51,7 +52,7 @@ class Judge:
 
     def __init__(self, program, avoid=True):
         self.program, self.avoid = program, avoid
-        self._known = {}
+        self._known, self._doubted = {}, set()
 
     def expected(self, setting):
         traits = traits_of(self.program, setting)
@@ -63,18 +64,20 @@ class Judge:
                 noises += NOISES_OF_MOMENTS
             if any(quantized_in(phase, setting.of(phase)) for phase in self.program["phases"]):
                 noises += NOISES_OF_QUANTIZED
-            moved = [(expected_of(self.program, setting, noise, self.avoid), MARGIN / noise[1]) for noise in noises]
-            self._known[traits] = (exact, moved)
+            self._known[traits] = (exact, self._moved(setting, noises))
         return self._known[traits]
+
+    def _moved(self, setting, noises):
+        return [(expected_of(self.program, setting, noise, self.avoid), MARGIN / noise[1]) for noise in noises]
 
     def mismatches(self, run):
         if not run.hung:
-            found = [m for setting, ranks in run.results.items() for m in self._of_setting(setting, ranks)]
+            found = [m for setting, ranks in run.results.items() for m in self._beyond_doubt(setting, ranks)]
             return found or self._bits(run)
         # The first setting that did not end is the one that hangs, unless an earlier one has failed already.
         for setting, ranks in run.results.items():
             if all(ranks):
-                found = list(self._of_setting(setting, ranks))
+                found = list(self._beyond_doubt(setting, ranks))
                 if found:
                     return found
                 continue
@@ -83,6 +86,16 @@ class Judge:
             )
             return [Mismatch("hang", setting, -1, -1, run.hung[0], {}, text)]
         return [Mismatch("ended", None, -1, -1, run.hung[0], {}, f"ranks {run.hung} failed: {run.logs}")]
+
+    def _beyond_doubt(self, setting, ranks):
+        """The mismatches of a setting; those of values only if more noises do not show as much."""
+        found = list(self._of_setting(setting, ranks))
+        traits = traits_of(self.program, setting)
+        if any(m.kind == "value" for m in found) and traits not in self._doubted:
+            self._doubted.add(traits)
+            self.expected(setting)[1].extend(self._moved(setting, NOISES_IN_DOUBT))
+            found = list(self._of_setting(setting, ranks))
+        return found
 
     def _of_setting(self, setting, ranks):
         exact, moved = self.expected(setting)

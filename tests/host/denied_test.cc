@@ -72,6 +72,18 @@ void expect_shared(const World& world, std::initializer_list<Denied> denied) {
   group.barrier(kReducing);
 }
 
+TEST(DeniedThreads, AreNamedAndNoPeerIsBlamed) {
+  SKIP_IF_NOTHING_CAN_BE_DENIED();
+  const auto errors = errors_of_processes([](const World& world) {
+    TORCH_CHECK(deny({{SYS_clone3, EAGAIN}, {SYS_clone, EAGAIN}}));
+    comm::Group group(world, comm::Team::whole(world), "test", {.timeout = kLong, .board = board_of(world)});
+  });
+  for (const std::string& error : errors) {
+    expect_in(error, {"could not connect group 'test'", "the system refuses the thread"});
+    EXPECT_EQ(error.find("reach each other"), std::string::npos) << error;
+  }
+}
+
 TEST(Denied, PidfdLeavesTheKilledRankToBeSeenInProc) {
   SKIP_IF_NOTHING_CAN_BE_DENIED();
   RankProcesses ranks(2, [](const World& world) {
