@@ -36,7 +36,6 @@ namespace {
 // The transport times out after us: our error carries more.
 constexpr milliseconds kTransportGrace{2000};
 constexpr milliseconds kMeanwhile{5};
-constexpr const char* kNoThread = "the system refuses the thread that would serve it";
 constexpr milliseconds kLateParts{10'000};  // of a rank that has ended: a gigabyte at 1 Gbit/s
 
 /// Whether all ranks are on this host, so that no name needs resolving.
@@ -135,7 +134,7 @@ std::unique_ptr<Transport> make_transport(const World& own, const Team& team, co
 }
 
 /// Makes the transport on a thread of its own: Gloo connects, or waits for ranks that never come, without a look at
-/// signals. Returns null with the text of the failure.
+/// signals. Returns null with the text of the failure, which is empty where the system refuses a thread.
 std::unique_ptr<Transport> connect(const World& own, const Team& team, const std::string& name,
                                    const ChannelOptions& options, std::string& failure) {
   using Made = std::pair<std::unique_ptr<Transport>, std::string>;
@@ -145,7 +144,7 @@ std::unique_ptr<Transport> connect(const World& own, const Team& team, const std
           return {make_transport(own, team, name, options), ""};
         } catch (const std::system_error& error) {
           const bool refused = error.code() == std::errc::resource_unavailable_try_again;
-          return {nullptr, refused ? kNoThread : error.what()};
+          return {nullptr, refused ? "" : error.what()};
         } catch (const std::exception& error) {
           return {nullptr, error.what()};
         }
@@ -214,10 +213,13 @@ Group::Group(const World& world, Team team, const std::string& name, ChannelOpti
   std::string failure;
   run_blocking([&] { transport_ = connect(team_.within(world), team_, name, options_, failure); });
   if (transport_) return;
-  const std::string what = "rank " + std::to_string(team_.rank()) + " of " + std::to_string(world.size) +
-                           " could not connect group '" + name + "'";
-  if (failure == kNoThread) throw CommError(what + ": " + failure);
-  throw CommError(what + " within " + std::to_string(options_.timeout.count()) + " ms: " + failure +
+  const std::string rank = "rank " + std::to_string(team_.rank()) + " of " + std::to_string(world.size);
+  if (failure.empty()) {
+    throw CommError(rank + " could not connect group '" + name +
+                    "': the system refuses the thread that would serve it");
+  }
+  throw CommError(rank + " could not connect group '" + name + "' within " + std::to_string(options_.timeout.count()) +
+                  " ms: " + failure +
                   ". Check that all ranks run and reach each other (GLOO_SOCKET_IFNAME selects the "
                   "interface, or several, separated by commas, equally many on each host).");
 }
