@@ -57,7 +57,8 @@ json as_json(const Run& run) {
 
 // Indented; a model may write any byte, and a terminal obeys some, so only ASCII and line ends stay as they are.
 std::string quoted(const std::string& text) {
-  std::istringstream lines(text.substr(std::min(text.find_first_not_of('\n'), text.size())));
+  const std::string upto = text.substr(0, text.find_last_not_of(" \t\n") + 1);  // a small model may end in blanks
+  std::istringstream lines(upto.substr(std::min(upto.find_first_not_of('\n'), upto.size())));
   std::string result;
   for (std::string line; std::getline(lines, line);) {
     result += "  | ";

@@ -159,7 +159,7 @@ class Report:
         print(f"\nHeld-out loss: {before:.3f} before, {after:.3f} after (nats per byte; pure guessing is 5.545)")
         print(
             f'\nPrompted with "{printable(sample.prompt).strip()}", at temperature {sample.temperature:g}, it writes:\n'
-            + "\n".join("  | " + line[:SAMPLE_WIDTH] for line in printable(sample.text).strip("\n").splitlines())
+            + "\n".join("  | " + line[:SAMPLE_WIDTH] for line in lines_of(sample.text))
         )
         print("\n" + memory_table(memory))
         print(f"peak memory of this process (torch, Python and data included): {megabytes(resident_bytes('VmHWM'))}")
@@ -175,6 +175,11 @@ class Report:
             return str(plot.draw(self.out))
         except ImportError as error:
             return f"not drawn, {error.name} is missing: pip install {error.name}, then python plot.py {self.out}"
+
+
+def lines_of(text: bytes) -> list[str]:
+    """Without the empty lines at both ends; a small model now and then writes a line of blanks."""
+    return printable(text).rstrip().lstrip("\n").splitlines()
 
 
 def memory_table(lines: list) -> str:

@@ -72,6 +72,7 @@ def test_demos_report_says_how_its_sample_was_asked_for(tmp_path):
     assert f'Prompted with "def", at temperature {sample["temperature"]:g}, it writes:\n  |     def ' in printed
     code = "import report, pathlib, sys; r = report.Run(1, 1, 3, '', 1, 4); p = pathlib.Path(sys.argv[1])"
     code += "; report.Report(r, p, start=2, rank=0, print_losses=True)"
+    code += "; assert report.lines_of(b'\\n    def f():\\n\\n' + b' ' * 90) == ['    def f():']"
     subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT / "examples" / "gpt", check=True, timeout=60)
     assert json.loads((tmp_path / "losses.jsonl").read_text().splitlines()[-1]) == sample
 
