@@ -15,6 +15,5 @@ done
 
 cmake -S . -B build -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DDEEPTIDE_UNITY=ON -DDEEPTIDE_EXAMPLES=OFF \
   -DPython3_EXECUTABLE="$PYTHON" -DCMAKE_PREFIX_PATH="$PWD/third_party/usr" "$@"
-cores=$(env -u OMP_NUM_THREADS nproc) # nproc heeds the variable
-cmake --build build -j "${JOBS:-$cores}" ${TARGET:+--target "$TARGET"}
+cmake --build build -j "${JOBS:-$(tools/jobs.sh)}" ${TARGET:+--target "$TARGET"}
 echo "built: PYTHONPATH=$PWD/build/python, command $PWD/build/bin/deeptide"
