@@ -94,6 +94,7 @@ def _perform(life, act, saves, avoid):
         if act["act"] == "squeeze":
             life.is_squeezed = act["mib"] is not None
         return [surroundings.expected(act, pick(act.get("on", True), rank.rank)) for rank in life.ranks]
+    _check_recomputed(life, act)
     if life.away and act["act"] not in WHILE_AWAY:
         raise UndefinedError("what trains while states are away")
     try:
@@ -135,10 +136,7 @@ def _check_defined(life, act, avoid):
     if is_packed(life.phase) and act["act"] in ("write", "swap"):
         raise UndefinedError("how much of a packed master a write leaves: tests/python/optim/test_packed_states.py")
     _check_shares(life, act)
-    is_pending = life.phase.get("activations") and any(rank.losses for rank in life.ranks)
-    writes = act["act"] in ("write", "swap") or (act["act"] == "set_full" and act["role"] == "fp32")
-    if is_pending and writes and act["name"].startswith("h."):
-        raise UndefinedError("what recomputation makes of a weight that was written since its forward")
+    _check_recomputed(life, act)
     if life.away and act["act"] not in ("clone", "read_raw") and act.get("mode", "train") == "train":
         raise UndefinedError("what trains while states are away")
     if act["act"] == "swap" and act["way"] == "double":
@@ -146,6 +144,13 @@ def _check_defined(life, act, avoid):
             rank.rehung.add(act["name"])
     if act["act"] in ("model_zero_grad", "set_grad") and any(rank.rehung for rank in life.ranks):
         raise UndefinedError("where the gradient of a parameter is that had another type meanwhile")
+
+
+def _check_recomputed(life, act):
+    is_pending = life.phase.get("activations") and any(rank.losses for rank in life.ranks)
+    writes = act["act"] in ("write", "swap", "load") or (act["act"] == "set_full" and act["role"] == "fp32")
+    if is_pending and writes and act.get("name", "h.").startswith("h."):
+        raise UndefinedError("what recomputation makes of a weight that was written since its forward")
 
 
 def _check_shares(life, act):
@@ -158,7 +163,8 @@ def _check_shares(life, act):
 def _local(life, rank, act):
     parameter = rank.parameter(act["name"]) if "name" in act and pick(act.get("on", True), rank.rank) else None
     in_its_place = act.get("name") in rank.put_aside  # the program's own memory
-    if is_raw(act) and life.gated and parameter is not None and parameter.numel() and not in_its_place:
+    reads = is_raw(act) and parameter is not None and (parameter.numel() or act.get("way") == "share")  # of a storage
+    if reads and life.gated and not in_its_place:
         return RAW
     try:
         return rank.perform(act)

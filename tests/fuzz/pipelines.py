@@ -437,7 +437,7 @@ def _close(a, b, tolerance):
 def _worst(got, wanted, low):
     """The largest difference. low: but for one element in 50, whose gradient is noise, of which Adam takes the sign."""
     apart = (got - wanted).abs().flatten().float().sort().values
-    left_out = max(1, len(apart) // 50) if low and len(apart) >= 6 else 0
+    left_out = max(1, len(apart) // 50) if low and len(apart) >= 4 else 0
     return apart[len(apart) - 1 - left_out].item() if len(apart) else 0.0
 
 
