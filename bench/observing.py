@@ -25,7 +25,8 @@ WORKER = Path(__file__).with_name("observing_worker.py")
 LEGEND = """\
 Two ranks of one thread. Each turn steps an engine that nobody observes and one that is observed, every other turn in
 reverse order; a step begins at a barrier and ends on the slower rank. Difference: the median of each turn's, and its
-95 % interval (the sign test's). "nothing" compares two plain engines: what the machine's noise makes of no difference.
+95 % interval (the sign test's); of a step's time, and of the time of processors that both ranks' threads took, which
+does not count what else the machine does. "nothing" compares two plain engines: what noise makes of no difference.
 "off": every observer's section is there, with enabled false. Files lie in the folder for temporary files. "top" has one
 engine, which `deeptide top` asks twice a second for some seconds at a time; its turns pair steps in order."""
 LOOKING = (6, 16)  # seconds that `top` runs, and that it does not: a rank tells for ten seconds after the last question
@@ -78,18 +79,25 @@ def interval(values):
     return ordered[at], ordered[-1 - at]
 
 
-def slower(ranks, kind):
-    return [max(turn) for turn in zip(*(rank[kind] for rank in ranks), strict=True)]
+def steps_of(ranks, kind):
+    """([seconds of the slower rank], [seconds of processors, all ranks together]) of each step."""
+    turns = list(zip(*(rank[kind] for rank in ranks), strict=True))
+    return [max(wall for wall, _ in turn) for turn in turns], [sum(busy for _, busy in turn) for turn in turns]
+
+
+def difference(plain, observed):
+    shares = [100 * (b / a - 1) for a, b in zip(plain, observed, strict=True)]
+    low, high = interval(shares)
+    return f"{median(shares):+.2f} % ({low:+.2f} to {high:+.2f})"
 
 
 def row(observer, outcome):
     if "ranks" not in outcome:
-        return [observer, outcome.get("skipped") or outcome["error"], "", ""]
-    plain, observed = (slower(outcome["ranks"], kind) for kind in ("plain", "observed"))
-    shares = [100 * (b / a - 1) for a, b in zip(plain, observed, strict=True)]
-    low, high = interval(shares)
+        return [observer, outcome.get("skipped") or outcome["error"], "", "", ""]
+    plain, plain_busy = steps_of(outcome["ranks"], "plain")
+    observed, observed_busy = steps_of(outcome["ranks"], "observed")
     cells = [f"{1e3 * median(plain):.2f}", f"{1e3 * median(observed):.2f}"]
-    return [observer, *cells, f"{median(shares):+.2f} % ({low:+.2f} to {high:+.2f})"]
+    return [observer, *cells, difference(plain, observed), difference(plain_busy, observed_busy)]
 
 
 def main():
@@ -109,7 +117,7 @@ def main():
         rows.append(row(observer, found))
         print(*rows[-1], sep="  ", file=sys.stderr)
     title = f"Observing: {options.model}, {options.precision}, stage {options.stage}, {options.steps} turns"
-    header = ["observer", "plain (ms)", "observed (ms)", "difference"]
+    header = ["observer", "plain (ms)", "observed (ms)", "difference", "of processors' time"]
     output.write(options, output.head(title, record, LEGEND) + output.table(header, rows), record)
 
 

@@ -60,11 +60,12 @@ def make(options, size, extra):
 
 
 def time_step(engine, batch):
+    """Returns seconds, and those of processors in all threads of this rank."""
     torch.distributed.barrier()
-    begin = time.perf_counter()
+    begin, busy = time.perf_counter(), time.process_time()
     engine.backward(engine(*batch))
     engine.step()
-    return time.perf_counter() - begin
+    return time.perf_counter() - begin, time.process_time() - busy
 
 
 def measure(options, folder):
@@ -83,7 +84,7 @@ def measure(options, folder):
                 seconds[which].append(took)
     for engine in engines:
         engine.destroy()
-    return {"plain": seconds[0], "observed": seconds[1]}
+    return {"plain": seconds[0], "observed": seconds[1]}  # [(seconds, processor's seconds) of each step]
 
 
 def measure_watched(options):
@@ -98,12 +99,13 @@ def measure_watched(options):
     step = 0
     while not enough:
         took = torch.tensor(time_step(engine, batches[step % len(batches)]), dtype=torch.float64)
-        torch.distributed.all_reduce(took, op=torch.distributed.ReduceOp.MAX)
+        torch.distributed.all_reduce(took[:1], op=torch.distributed.ReduceOp.MAX)
+        torch.distributed.all_reduce(took[1:])
         is_watched = engine._core.step_times().total > 0
         since = since + 1 if is_watched == was_watched else 0
         was_watched = is_watched
         if step >= options.warmup and since >= SETTLING:
-            found["observed" if is_watched else "plain"].append(took.item())
+            found["observed" if is_watched else "plain"].append(took.tolist())
         enough[0] = min(map(len, found.values())) >= options.steps
         torch.distributed.broadcast(enough, 0)
         step += 1
