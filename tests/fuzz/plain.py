@@ -298,7 +298,7 @@ class Life:
         if width is None:
             return 0.0
         sizes = [size for rank in self.ranks for size in rank.sizes.values() if size.numel()]
-        largest = max((size.abs().max().item() for size in sizes), default=0.0)
+        largest = max((size.abs().nan_to_num(0.0, 0.0).max().item() for size in sizes), default=0.0)
         if self.phase.get("fed_back"):  # an earlier contribution's error, and this one's
             self.largest_sent[self.global_steps] = max(largest, self.largest_sent.get(self.global_steps, 0.0))
             largest += max((sent for step, sent in self.largest_sent.items() if step != self.global_steps), default=0.0)
