@@ -137,6 +137,8 @@ def _check_defined(life, act, avoid):
         raise UndefinedError("how much of a packed master a write leaves: tests/python/optim/test_packed_states.py")
     _check_shares(life, act)
     _check_recomputed(life, act)
+    if act.get("way") in UNCOUNTED and any(_has_own_loss(life, slot) for rank in life.ranks for slot in rank.losses):
+        raise UndefinedError("the gradient of a weight that was written since its forward, and of which nothing tells")
     if life.away and act["act"] not in ("clone", "read_raw") and act.get("mode", "train") == "train":
         raise UndefinedError("what trains while states are away")
     if act["act"] == "swap" and act["way"] == "double":
