@@ -1,15 +1,20 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // The kernel of the step beside the CPU's vector code, of which it has every bit, and beside ATen's operators.
-#include "optim/updates/step_kernel.h"
+#include "optim/kernels/step_kernel.h"
 
 #include <ATen/ops/allclose.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/zeros_like.h>
 #include <hwy/targets.h>
 
 #include <algorithm>
 #include <limits>
+#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kernel_modes.h"
@@ -30,12 +35,17 @@ constexpr int64_t kSizes[] = {0, 1, 7, 255, 256, 257, 1000, 4097};
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
-/// The rules that have a kernel.
+/// The variants of a rule that have a kernel.
+std::vector<Hyperparameters> variants_with_kernels(const Rule& rule) {
+  std::vector<Hyperparameters> found = variants_of(rule);
+  std::erase_if(found, [&](const Hyperparameters& hyper) { return !rule.kernel_update(hyper, {}); });
+  return found;
+}
+
+/// The rules that have one.
 std::vector<const Rule*> rules_with_kernels() {
-  std::vector<const Rule*> found;
-  for (const Rule* rule : all_rules()) {
-    if (rule->kernel_update(variants_of(*rule).at(0), {})) found.push_back(rule);
-  }
+  std::vector<const Rule*> found = all_rules();
+  std::erase_if(found, [](const Rule* rule) { return variants_with_kernels(*rule).empty(); });
   return found;
 }
 
@@ -77,7 +87,7 @@ class StepKernel : public KernelPlaces {
   template <typename Visit>
   static void each_variant(Visit visit) {
     for (const Rule* rule : rules_with_kernels()) {
-      for (const Hyperparameters& hyper : variants_of(*rule)) visit(*rule, hyper);
+      for (const Hyperparameters& hyper : variants_with_kernels(*rule)) visit(*rule, hyper);
     }
   }
 };
@@ -91,8 +101,8 @@ TEST(StepKernels, AreThereForTheRulesThatTheDocumentationNames) {
   std::vector<std::string> names;
   for (const Rule* rule : rules_with_kernels()) names.push_back(rule->name());
   std::sort(names.begin(), names.end());
-  EXPECT_EQ(names,
-            (std::vector<std::string>{"Adagrad", "Adam", "Lion", "OneBitAdam", "RMSprop", "SGD", "ZeroOneAdam"}));
+  EXPECT_EQ(names, (std::vector<std::string>{"Adagrad", "Adam", "Lion", "Muon", "OneBitAdam", "RMSprop", "SGD",
+                                             "ZeroOneAdam"}));
 }
 
 TEST_P(StepKernel, EqualsTheCpusVectorsBitForBit) {
@@ -141,7 +151,7 @@ TEST_P(StepKernel, TakesAGradientInPieces) {
           want.gradient = {{here(own.joined().rows[0])}, 0.25};
           rule.step(want, hyper, {3, 0.37});
           Segment got = changed(segment, own, [](const Tensor& tensor) { return there(tensor.clone()); });
-          ASSERT_TRUE(detail::takes_pieces(got));
+          ASSERT_TRUE(detail::takes_gradient(got));
           if (on_gpu()) {
             rule.step(got, hyper, {3, 0.37});
           } else {
@@ -162,15 +172,15 @@ TEST(StepKernels, TakePiecesOnlyWhereTheyBeginAsPacketsDo) {
   const Hyperparameters hyper = variants_of(adam).at(0);
   Segment segment = make_segment(adam, hyper, 96);
   segment.gradient = {{{0, at::randn({40})}, {64, at::randn({32})}}, 96, 1.0};
-  EXPECT_TRUE(detail::takes_pieces(segment));
+  EXPECT_TRUE(detail::takes_gradient(segment));
   Segment shifted_master = segment, odd_begin = segment, half = segment, many = segment;
   shifted_master.master = shifted(at::randn({96}), 1);
   odd_begin.gradient.pieces[1].begin = 60;
   half.gradient.pieces = {{0, at::randn({96}).to(at::kBFloat16)}};  // for a master that is the parameter
   many.gradient.pieces.assign(65, {0, at::randn({1})});
-  for (const Segment& one : {shifted_master, odd_begin, half, many}) EXPECT_FALSE(detail::takes_pieces(one));
+  for (const Segment& one : {shifted_master, odd_begin, half, many}) EXPECT_FALSE(detail::takes_gradient(one));
   odd_begin.gradient = segment.gradient.narrow(4, 92);
-  EXPECT_FALSE(detail::takes_pieces(odd_begin)) << "the second begins within a packet";
+  EXPECT_FALSE(detail::takes_gradient(odd_begin)) << "the second begins within a packet";
 }
 
 TEST_P(StepKernel, SumsTheRowsOfRanksOnTheWay) {
@@ -242,13 +252,125 @@ TEST_P(StepKernel, IsWithinRoundingOfAten) {
   });
 }
 
-TEST(StepKernels, LeavePackedMastersAndOtherDevicesToAten) {
+/// A master and the forms in which packets take it.
+enum class Form : uint8_t { whole, with_bf16, with_fp16, packed };
+
+/// A segment of which some come before, and what it needs besides.
+struct Narrow {
+  static constexpr int64_t kFirst = 16;
+
+  /// With `bits`, what lies halfway is noted there, as on devices.
+  Narrow(const Segment& whole, Form form, bool rounds, c10::DeviceType place, const Tensor& bits = {})
+      : halfway(bits.defined() ? std::make_unique<numerics::HalfwayBits>(bits)
+                               : std::make_unique<numerics::HalfwayBits>(kFirst + whole.master.numel())),
+        segment(changed(whole, whole.gradient, [&](const Tensor& tensor) { return tensor.clone().to(place); })) {
+    if (rounds) {
+      for (Tensor& state : segment.states) state = state.defined() ? state.to(at::kBFloat16) : state;
+      segment.rounding = {.seed = 17, .first = (int64_t{1} << 32) - 33};
+    }
+    if (form == Form::packed) {
+      segment.low = at::zeros_like(segment.master, at::kShort);
+      segment.halfway = halfway.get();
+      segment.first = kFirst;
+      const Tensor values = std::exchange(segment.master, at::zeros_like(segment.master, at::kBFloat16));
+      numerics::pack(values, {segment.master, segment.low, halfway.get(), kFirst});
+    } else if (form != Form::whole) {
+      segment.param = at::zeros_like(segment.master, form == Form::with_fp16 ? at::kHalf : at::kBFloat16);
+    }
+  }
+  Tensor master() const {
+    if (!segment.low.defined()) return segment.master.cpu();
+    const Tensor values = at::empty_like(segment.master, at::kFloat);
+    numerics::unpack({segment.master, segment.low, segment.halfway, segment.first}, values);
+    return values.cpu();
+  }
+
+  static Tensor bits_for(int64_t numel, c10::DeviceType place) {
+    return at::zeros({(kFirst + numel + 7) / 8}, at::TensorOptions(place).dtype(at::kByte));
+  }
+
+  std::unique_ptr<numerics::HalfwayBits> halfway;
+  Segment segment;
+};
+
+/// Masters that lie halfway between two numbers of bf16, above and below what they round to, and that a step may leave.
+void put_halfway(const Segment& segment) {
+  const int64_t count = std::min<int64_t>(segment.master.numel(), 100);
+  const Tensor bits = at::arange(count, at::kInt).mul_(0x10000).add_(0x3F808000);
+  segment.master.narrow(0, 0, count).copy_(bits.view(at::kFloat));
+  for (const Tensor& state : segment.states) {
+    if (state.defined()) state.narrow(0, 0, count).zero_();
+  }
+}
+
+Contributions narrow_gradient(int kind, int64_t numel) {
+  const Tensor values = at::randn({numel});
+  values.narrow(0, 0, std::min<int64_t>(numel, 90)).zero_();
+  if (kind == 2) return {{{0, values.narrow(0, 0, numel / 16 * 8)}}, numel, 0.5};  // the rest is zero
+  return {{kind == 0 ? values : values.to(at::kBFloat16)}, 0.5};
+}
+
+TEST_P(StepKernel, StepsPackedMastersAndStatesThatAreRoundedStochastically) {
+  SKIP_UNLESS_VECTORS_FUSE();
+  at::manual_seed(9);
+  const auto step = [&](const Rule& rule, const Hyperparameters& hyper, const Segment& segment, int64_t number) {
+    ASSERT_TRUE(detail::takes_gradient(segment));
+    if (on_gpu()) return rule.step(segment, hyper, {number, 0.37});
+    const StepTerms terms{number, 0.37};
+    host_kernels::step(detail::step_arguments(segment, terms, rule.kernel_update(hyper, terms).value()), nullptr);
+  };
+  each_variant([&](const Rule& rule, const Hyperparameters& hyper) {
+    for (const Form form : {Form::whole, Form::with_bf16, Form::with_fp16, Form::packed}) {
+      for (const bool rounds : {false, true}) {
+        if (rounds && !rule.needs_fp32_states(hyper).empty()) continue;
+        for (const int64_t numel : {1, 7, 8, 9, 2047, 6161}) {
+          const Segment start = make_segment(rule, hyper, numel);
+          put_halfway(start);
+          const Narrow got(start, form, rounds, GetParam(), Narrow::bits_for(numel, GetParam()));
+          const Narrow want(start, form, rounds, at::kCPU);
+          for (const int64_t number : {1, 2, 3}) {
+            const bool halves = form == Form::packed || form == Form::with_bf16;
+            const Contributions gradient = narrow_gradient(static_cast<int>(number) % (halves ? 3 : 1), numel);
+            Segment by_kernel = got.segment, by_vectors = want.segment;
+            by_vectors.gradient = gradient.joined();
+            rule.step(by_vectors, hyper, {number, 0.37});
+            by_kernel.gradient = gradient;
+            for (Tensor& row : by_kernel.gradient.rows) row = there(row);
+            for (auto& piece : by_kernel.gradient.pieces) piece.values = there(piece.values);
+            step(rule, hyper, by_kernel, number);
+          }
+          ASSERT_TRUE(same_numbers(got.master(), want.master())) << rule.name() << " of " << numel;
+          const auto numbers = written(got.segment), expected = written(want.segment);
+          for (size_t i = 0; i < expected.size(); ++i) {
+            ASSERT_TRUE(same_numbers(here(numbers[i]), expected[i]))
+                << rule.name() << ", tensor " << i << " of " << numel;
+          }
+        }
+      }
+    }
+  });
+}
+
+TEST(StepKernels, TakeOneRowOfPackedMastersAndSumTheOthersFirst) {
   const Rule& adam = find_rule("AdamW");
   const Hyperparameters hyper = variants_of(adam).at(0);
-  EXPECT_FALSE(detail::has_step_kernel(make_segment(adam, hyper, 10)));
-  Segment packed = make_segment(adam, hyper, 10);
-  packed.low = at::zeros({10}, at::kShort);
-  EXPECT_FALSE(detail::has_step_kernel(packed));
+  const Narrow narrow(make_segment(adam, hyper, 64), Form::packed, /*rounds=*/true, at::kCPU,
+                      Narrow::bits_for(64, at::kCPU));
+  Segment segment = narrow.segment;
+  segment.gradient = {{at::randn({64}).to(at::kBFloat16)}, 0.5};
+  EXPECT_TRUE(detail::takes_gradient(segment));
+  segment.gradient.rows.push_back(at::randn({64}).to(at::kBFloat16));
+  EXPECT_FALSE(detail::takes_gradient(segment));
+  EXPECT_TRUE(at::equal(detail::nearer_gradient(segment.gradient).rows[0], segment.gradient.sum()));
+  segment.gradient = shifted(at::randn({64}), 1);
+  EXPECT_FALSE(detail::takes_gradient(segment));
+  segment.gradient = detail::nearer_gradient(segment.gradient);
+  EXPECT_TRUE(detail::takes_gradient(segment)) << "a copy begins where packets do";
+}
+
+TEST(StepKernels, LeaveOtherDevicesToAten) {
+  const Rule& adam = find_rule("AdamW");
+  EXPECT_FALSE(detail::has_step_kernel(make_segment(adam, variants_of(adam).at(0), 10)));
 }
 
 DEEPTIDE_AT_KERNEL_PLACES(StepKernel);

@@ -42,4 +42,16 @@ struct Pieces {
   float scale = 1.0f;
 };
 
+/// One row as one piece.
+inline Pieces one_piece(const Rows& row, int64_t count) {
+  return {{row.data[0]}, {0}, {count}, 1, row.type, row.scale};
+}
+
+/// The random bits of one step, as numerics::RandomKey has them.
+struct RandomBits {
+  uint32_t first[2] = {};  // of two streams each
+  uint32_t second[2] = {};
+  int64_t index = 0;  // of the first element
+};
+
 }  // namespace deeptide::numerics::kernel

@@ -26,14 +26,29 @@ struct Packet {
   DEEPTIDE_HOST_DEVICE void store(void* data, int64_t i) const {
     for (int q = 0; q < kQuads; ++q) static_cast<Quad*>(data)[kQuads * i + q] = quads[q];
   }
+  /// The same of `count` numbers in all: of those beyond, zeros are read and none written.
+  DEEPTIDE_HOST_DEVICE void load(const void* data, int64_t i, int64_t count) {
+    if ((i + 1) * kPacket <= count) return load(data, i);
+    DEEPTIDE_UNROLLED for (int k = 0; k < kPacket; ++k) {
+      set_bits(k, i * kPacket + k < count ? load_bits(data, kType, i * kPacket + k) : 0);
+    }
+  }
+  DEEPTIDE_HOST_DEVICE void store(void* data, int64_t i, int64_t count) const {
+    if ((i + 1) * kPacket <= count) return store(data, i);
+    DEEPTIDE_UNROLLED for (int k = 0; k < kPacket; ++k) {
+      if (i * kPacket + k < count) store_bits(bits(k), {data, kType}, i * kPacket + k);
+    }
+  }
 
   /// `k` is known to the compiler where the loop around it is unrolled, as it must be: no array then lies on a stack.
-  DEEPTIDE_HOST_DEVICE float value(int k) const {
+  DEEPTIDE_HOST_DEVICE float value(int k) const { return value_of(bits(k), kType); }
+  /// Number `k` as it lies in memory.
+  DEEPTIDE_HOST_DEVICE uint32_t bits(int k) const {
     if constexpr (kType == NumberType::fp32) {
-      return float_of(quads[k / 4].words[k % 4]);
+      return quads[k / 4].words[k % 4];
     } else {
       const uint32_t both = quads[0].words[k / 2];
-      return value_of(k % 2 == 0 ? both & 0xFFFFu : both >> 16, kType);
+      return k % 2 == 0 ? both & 0xFFFFu : both >> 16;
     }
   }
   /// Rounds once. In the order of `k`, from 0 on.
@@ -44,7 +59,13 @@ struct Packet {
       set_bits(k, kType == NumberType::bf16 ? to_bf16(x) : to_fp16(x));
     }
   }
-  /// Likewise, as they lie in memory.
+  /// In any order, and those not set yet stay as they are.
+  DEEPTIDE_HOST_DEVICE void replace_bits(int k, uint32_t bits) {
+    static_assert(kType != NumberType::fp32, "set does");
+    uint32_t& both = quads[0].words[k / 2];
+    both = k % 2 == 0 ? (both & 0xFFFF0000u) | bits : (both & 0xFFFFu) | bits << 16;
+  }
+  /// Sets number `k` to what lies in memory for it, in the order of `set`.
   DEEPTIDE_HOST_DEVICE void set_bits(int k, uint32_t bits) {
     if constexpr (kType == NumberType::fp32) {
       quads[k / 4].words[k % 4] = bits;

@@ -32,6 +32,8 @@ class HalfwayBits {
   void set(int64_t element, bool above);
 
   bool is_tensor() const { return bits_.defined(); }
+  /// That tensor; undefined: they are in the host's memory.
+  const at::Tensor& bits() const { return bits_; }
   /// The bits of `count` elements from `first` on: (count,) of 0 and 1, uint8. Only of bits in a tensor, as `set_all`.
   at::Tensor above(int64_t first, int64_t count) const;
   void set_all(int64_t first, const at::Tensor& above);

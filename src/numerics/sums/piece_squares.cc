@@ -3,10 +3,11 @@
 // Sixteen fp64 lanes a block. The square of a float is exact in fp64, so every instruction set gives the same sums.
 #include "numerics/sums/piece_squares.h"
 
-#include <ATen/ops/square.h>
-#include <ATen/ops/sum.h>
+#include <ATen/ops/empty.h>
 
 #include <algorithm>
+
+#include "numerics/sums/ordered_sum.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "numerics/sums/piece_squares.cc"
@@ -63,7 +64,9 @@ void PieceSquares::add(int64_t begin, const float* values, int64_t count) {
 void PieceSquares::add(int64_t begin, const at::Tensor& values) {
   if (values.numel() == 0) return;
   if (!values.is_cpu()) {
-    on_device_.push_back(at::square(values.to(at::kDouble)).sum());
+    const at::Tensor sum = at::empty({1}, values.options().dtype(at::kDouble));
+    ordered_squares(values, sum);
+    on_device_.push_back(sum.squeeze(0));
     return;
   }
   const float* data = values.const_data_ptr<float>();

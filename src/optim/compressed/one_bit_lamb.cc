@@ -110,6 +110,10 @@ class OneBitLamb final : public CompressedNormRule {
   double ratio(const NormSquares& whole, const Hyperparameters& hyper) const override {
     return detail::lamb_ratio(whole, hyper[min_coeff_], hyper[max_coeff_]);
   }
+  std::optional<LambScalars> kernel_scalars(const Hyperparameters& hyper, const StepTerms& terms,
+                                            double ratio) const override {
+    return detail::lamb_scalars(lamb(hyper), terms, ratio);
+  }
 
   double next_ratio(const NormSquares& whole, const Hyperparameters& hyper, std::span<double> numbers) const override {
     const double now = ratio(whole, hyper), keep = hyper[coeff_beta_];

@@ -25,59 +25,26 @@
 // After foreach_target.h, as Highway asks.
 #include "optim/rules/elementwise-inl.h"
 
-#ifndef DEEPTIDE_OPTIM_LAMB_ONCE
-#define DEEPTIDE_OPTIM_LAMB_ONCE
-namespace deeptide::optim {
-
-struct LambScalars {
-  float first_weight;   // 1 - beta1
-  float second_weight;  // 1 - beta2
-  float second_keep;    // beta2
-  float eps;
-  float decay;
-  float step_size;  // with bias correction and ratio
-  float gradient_scale;
-  bool eps_inside_sqrt;
-  bool mean_where_unreached;
-};
-
-}  // namespace deeptide::optim
-#endif
-
 HWY_BEFORE_NAMESPACE();
 namespace deeptide::optim::HWY_NAMESPACE {
 
-/// The step before learning rate and ratio. Both passes call it, so that it has the same bits in both.
-HWY_INLINE V lamb_update(V p, V m, V v, const LambScalars& s) {
-  const D d;
-  const V eps = hn::Set(d, s.eps);
-  V denominator = s.eps_inside_sqrt ? hn::Sqrt(hn::Add(v, eps)) : hn::Add(hn::Sqrt(v), eps);
-  if (s.mean_where_unreached) {
-    denominator = hn::IfThenElse(hn::Eq(v, hn::Zero(d)), hn::Add(hn::Abs(m), eps), denominator);
-  }
-  return hn::MulAdd(hn::Set(d, s.decay), p, hn::Div(m, denominator));
-}
+#include "optim/updates/lamb_update.inl"
 
 void lamb_measure(const Streams& io, const float* gradient, size_t count, const LambScalars& s, float* update) {
-  const D d;
   each_vector(0, count, [=](auto part, size_t i) {
     for (const float* stream : {io.master, io.states[0], io.states[1]}) fetch_ahead(stream + i);
-    const V g = hn::Mul(part.get(gradient + i), hn::Set(d, s.gradient_scale));
     V m = part.get(io.states[0] + i), v = part.get(io.states[1] + i);
-    m = lerp(m, g, s.first_weight);
-    v = hn::MulAdd(hn::Mul(g, hn::Set(d, s.second_weight)), g, hn::Mul(v, hn::Set(d, s.second_keep)));
+    const V own = lamb_measured(part.get(io.master + i), part.get(gradient + i), m, v, s);
     part.put(m, io.states[0] + i);
     part.put(v, io.states[1] + i);
-    part.put(lamb_update(part.get(io.master + i), m, v, s), update + i);
+    part.put(own, update + i);
   });
 }
 
 void lamb_apply(const Streams& io, size_t count, const LambScalars& s) {
   move_master(io, count, [io, s](auto part, size_t i) {
     for (const float* stream : {io.master, io.states[0], io.states[1]}) fetch_ahead(stream + i);
-    const V p = part.get(io.master + i);
-    const V update = lamb_update(p, part.get(io.states[0] + i), part.get(io.states[1] + i), s);
-    return hn::NegMulAdd(hn::Set(D(), s.step_size), update, p);
+    return lamb_moved(part.get(io.master + i), part.get(io.states[0] + i), part.get(io.states[1] + i), s);
   });
 }
 
@@ -93,24 +60,6 @@ using at::Tensor;
 HWY_EXPORT(lamb_measure);
 HWY_EXPORT(lamb_apply);
 
-LambScalars scalars_of(const LambNumbers& numbers, const StepTerms& terms, double ratio) {
-  const auto t = static_cast<double>(terms.step);
-  const double beta1 = numbers.beta1, beta2 = numbers.beta2;
-  const double correction =
-      numbers.bias_correction ? std::sqrt(1.0 - std::pow(beta2, t)) / (1.0 - std::pow(beta1, t)) : 1.0;
-  return {
-      .first_weight = static_cast<float>(1.0 - beta1),
-      .second_weight = static_cast<float>(1.0 - beta2),
-      .second_keep = static_cast<float>(beta2),
-      .eps = static_cast<float>(numbers.eps),
-      .decay = static_cast<float>(numbers.weight_decay),
-      .step_size = static_cast<float>(numbers.lr * correction * ratio),
-      .gradient_scale = static_cast<float>(terms.gradient_scale),
-      .eps_inside_sqrt = numbers.eps_inside_sqrt,
-      .mean_where_unreached = numbers.mean_where_unreached,
-  };
-}
-
 Tensor update_aten(const Segment& segment, const LambScalars& s) {
   const Tensor exp_avg = segment.states[0], exp_avg_sq = segment.states[1];
   Tensor denominator = s.eps_inside_sqrt ? at::add(exp_avg_sq, s.eps).sqrt_() : at::sqrt(exp_avg_sq).add_(s.eps);
@@ -124,6 +73,10 @@ class Lamb final : public NormRule {
 
   double ratio(const NormSquares& whole, const Hyperparameters& hyper) const override {
     return detail::lamb_ratio(whole, hyper[min_coeff_], hyper[max_coeff_]);
+  }
+  std::optional<LambScalars> kernel_scalars(const Hyperparameters& hyper, const StepTerms& terms,
+                                            double ratio) const override {
+    return detail::lamb_scalars(numbers(hyper), terms, ratio);
   }
 
  private:
@@ -166,9 +119,27 @@ const Registration kLamb("Lamb", &make_rule<Lamb>);
 
 namespace detail {
 
+LambScalars lamb_scalars(const LambNumbers& numbers, const StepTerms& terms, double ratio) {
+  const auto t = static_cast<double>(terms.step);
+  const double beta1 = numbers.beta1, beta2 = numbers.beta2;
+  const double correction =
+      numbers.bias_correction ? std::sqrt(1.0 - std::pow(beta2, t)) / (1.0 - std::pow(beta1, t)) : 1.0;
+  return {
+      .first_weight = static_cast<float>(1.0 - beta1),
+      .second_weight = static_cast<float>(1.0 - beta2),
+      .second_keep = static_cast<float>(beta2),
+      .eps = static_cast<float>(numbers.eps),
+      .decay = static_cast<float>(numbers.weight_decay),
+      .step_size = static_cast<float>(numbers.lr * correction * ratio),
+      .gradient_scale = static_cast<float>(terms.gradient_scale),
+      .eps_inside_sqrt = numbers.eps_inside_sqrt,
+      .mean_where_unreached = numbers.mean_where_unreached,
+  };
+}
+
 void lamb_measure_cpu(const Segment& segment, const LambNumbers& numbers, const StepTerms& terms, int64_t first,
                       NormSums& sums) {
-  const LambScalars s = scalars_of(numbers, terms, 1.0);
+  const LambScalars s = lamb_scalars(numbers, terms, 1.0);
   over_blocks(segment, first, [&](int64_t begin, int64_t count, const float* gradient) {
     HWY_ALIGN float update[numerics::SumReader::kBlock];
     const Streams io = streams_from(segment, begin);
@@ -180,7 +151,7 @@ void lamb_measure_cpu(const Segment& segment, const LambNumbers& numbers, const 
 
 void lamb_measure_aten(const Segment& segment, const LambNumbers& numbers, const StepTerms& terms, int64_t first,
                        NormSums& sums) {
-  const LambScalars s = scalars_of(numbers, terms, 1.0);
+  const LambScalars s = lamb_scalars(numbers, terms, 1.0);
   const Tensor gradient = scaled_gradient(segment, terms, /*l2_decay=*/0.0f);
   segment.states[0].lerp_(gradient, s.first_weight);
   segment.states[1].mul_(s.second_keep).addcmul_(gradient, gradient, s.second_weight);
@@ -189,12 +160,12 @@ void lamb_measure_aten(const Segment& segment, const LambNumbers& numbers, const
 }
 
 void lamb_apply_cpu(const Segment& segment, const LambNumbers& numbers, const StepTerms& terms, double ratio) {
-  const LambScalars s = scalars_of(numbers, terms, ratio);
+  const LambScalars s = lamb_scalars(numbers, terms, ratio);
   over_states(segment, [&](const Streams& io, size_t count) { HWY_DYNAMIC_DISPATCH(lamb_apply)(io, count, s); });
 }
 
 void lamb_apply_aten(const Segment& segment, const LambNumbers& numbers, const StepTerms& terms, double ratio) {
-  const LambScalars s = scalars_of(numbers, terms, ratio);
+  const LambScalars s = lamb_scalars(numbers, terms, ratio);
   segment.master.sub_(update_aten(segment, s), s.step_size);
 }
 

@@ -25,6 +25,9 @@ void lamb_measure_aten(const Segment& segment, const LambNumbers& numbers, const
 void lamb_apply_cpu(const Segment& segment, const LambNumbers& numbers, const StepTerms& terms, double ratio);
 void lamb_apply_aten(const Segment& segment, const LambNumbers& numbers, const StepTerms& terms, double ratio);
 
+/// The numbers of both passes; `ratio` is the second's.
+LambScalars lamb_scalars(const LambNumbers& numbers, const StepTerms& terms, double ratio);
+
 /// The trust ratio within its bounds; 1 where either norm is 0.
 double lamb_ratio(const NormSquares& whole, double min_coeff, double max_coeff);
 

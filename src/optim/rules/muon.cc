@@ -101,6 +101,11 @@ class Muon final : public MatrixRule {
     return hyper[use_muon_] != 0.0 ? Reach::whole_parameter : Reach::elementwise;
   }
 
+  std::optional<UpdateScalars> kernel_update(const Hyperparameters& hyper, const StepTerms& terms) const override {
+    if (reach(hyper) != Reach::elementwise) return std::nullopt;
+    return detail::adam_scalars(adam_numbers(hyper), terms.step);
+  }
+
   Tensor update_of(const Tensor& direction, const Hyperparameters& hyper) const override {
     const bool tall = direction.size(0) > direction.size(1);
     Tensor x = tall ? direction.t().contiguous() : direction.clone();
@@ -119,6 +124,15 @@ class Muon final : public MatrixRule {
   }
 
  private:
+  AdamNumbers adam_numbers(const Hyperparameters& hyper) const {
+    return {.lr = hyper[lr_],
+            .beta1 = hyper[beta1_],
+            .beta2 = hyper[beta2_],
+            .eps = hyper[eps_],
+            .weight_decay = hyper[weight_decay_],
+            .decoupled = hyper[decoupled_] != 0.0};
+  }
+
   MuonDirection direction_numbers(const Hyperparameters& hyper, const StepTerms& terms) const {
     return {
         .weight = static_cast<float>(1.0 - hyper[momentum_]),
@@ -142,12 +156,7 @@ class Muon final : public MatrixRule {
                      bool on_cpu) const override {
     Segment adam = segment;
     adam.states = {segment.states[kMuonExpAvg], segment.states[kMuonExpAvgSq]};
-    const AdamNumbers numbers{.lr = hyper[lr_],
-                              .beta1 = hyper[beta1_],
-                              .beta2 = hyper[beta2_],
-                              .eps = hyper[eps_],
-                              .weight_decay = hyper[weight_decay_],
-                              .decoupled = hyper[decoupled_] != 0.0};
+    const AdamNumbers numbers = adam_numbers(hyper);
     on_cpu ? detail::adam_cpu(adam, numbers, terms) : detail::adam_aten(adam, numbers, terms);
   }
 

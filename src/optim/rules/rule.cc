@@ -203,12 +203,12 @@ void Rule::step(const Segment& segment, const Hyperparameters& hyper, const Step
   if (!segment.master.defined() || !segment.master.is_cpu()) {
     const auto update = detail::has_step_kernel(segment) ? kernel_update(hyper, terms) : std::nullopt;
     if (!update) return step_reference(segment, hyper, terms);
-    if (!segment.gradient.pieces.empty() && !detail::takes_pieces(segment)) {
-      Segment joined = segment;
-      joined.gradient = segment.gradient.joined();
-      return step(joined, hyper, terms);
-    }
     check(segment, hyper, terms);
+    if (!detail::takes_gradient(segment)) {
+      Segment other = segment;
+      other.gradient = detail::nearer_gradient(segment.gradient);
+      return step(other, hyper, terms);
+    }
     return detail::step_by_kernel(segment, terms, *update);
   }
   check(segment, hyper, terms);

@@ -7,6 +7,8 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
+#include "optim/rules/step_device.h"
+
 using at::Tensor;
 
 namespace deeptide::optim {
@@ -15,14 +17,20 @@ void NormRule::measure(const Segment& segment, const Hyperparameters& hyper, con
                        NormSums& sums) const {
   at::NoGradGuard no_grad;
   check(segment, hyper, terms);
-  segment.master.is_cpu() ? measure_cpu(segment, hyper, terms, first, sums)
-                          : measure_aten(segment, hyper, terms, first, sums);
+  if (segment.master.is_cpu()) return measure_cpu(segment, hyper, terms, first, sums);
+  const auto scalars = kernel_scalars(hyper, terms, /*ratio=*/1.0);
+  if (scalars && detail::has_lamb_kernel(segment)) {
+    return detail::lamb_measure_by_kernel(segment, *scalars, first, sums);
+  }
+  measure_aten(segment, hyper, terms, first, sums);
 }
 
 void NormRule::apply(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms, double ratio) const {
   at::NoGradGuard no_grad;
   check_states(segment, hyper);
   if (segment.master.is_cpu()) return apply_cpu(segment, hyper, terms, ratio);
+  const auto scalars = kernel_scalars(hyper, terms, ratio);
+  if (scalars && detail::has_lamb_kernel(segment)) return detail::lamb_apply_by_kernel(segment, *scalars);
   apply_aten(segment, hyper, terms, ratio);
   if (segment.param.defined()) segment.param.copy_(segment.master);
 }

@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -42,6 +43,11 @@ class NormRule : public virtual Rule {
   virtual double next_ratio(const NormSquares& whole, const Hyperparameters& hyper,
                             std::span<double> /*numbers*/) const {
     return ratio(whole, hyper);
+  }
+  /// The numbers of both passes where kernels for GPUs do them; absent: the rule has none.
+  virtual std::optional<LambScalars> kernel_scalars(const Hyperparameters& /*hyper*/, const StepTerms& /*terms*/,
+                                                    double /*ratio*/) const {
+    return std::nullopt;
   }
   /// Second pass: moves the master by `ratio` times the step that the states give. Reads no gradient.
   void apply(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms, double ratio) const;

@@ -49,7 +49,20 @@ struct SgdScalars {
   bool nesterov;
 };
 
-/// The scalars of any rule that has a kernel.
+/// Read by both of LAMB's passes, which have kernels of their own.
+struct LambScalars {
+  float first_weight;   // 1 - beta1
+  float second_weight;  // 1 - beta2
+  float second_keep;    // beta2
+  float eps;
+  float decay;
+  float step_size;  // with bias correction and ratio
+  float gradient_scale;
+  bool eps_inside_sqrt;
+  bool mean_where_unreached;
+};
+
+/// The scalars of any rule that has a kernel of one pass.
 using UpdateScalars = std::variant<AdamScalars, AdagradScalars, LionScalars, RmspropScalars, SgdScalars>;
 
 }  // namespace deeptide::optim

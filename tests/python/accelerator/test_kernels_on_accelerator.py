@@ -24,23 +24,26 @@ WIDTH, LAYERS = 128, 3
 # -- numbers -------------------------------------------------------------------------------------------------------
 
 
-def compare_with_cpu(stages, gas, clipping, bf16, type, params):
+def compare_with_cpu(stages, gas, clipping, bf16, type, params, own):
     """Kernels for GPUs have the bits of a CPU's, which fuse multiply-adds where ATen's operators do not."""
     controls = begin()
-    optimizer = {"type": type, "params": params}
+    extra = {"optimizer": {"type": type, "params": params}, "deeptide": own}
     for stage in stages:
-        expected = train("cpu", stage, gas, clipping, bf16, optimizer=optimizer)
+        expected = train("cpu", stage, gas, clipping, bf16, **extra)
         for schedule in ("late_default", "late_others", "random"):
             controls.configure(schedule, max_delay_us=300, kernels=True)
             controls.traffic()
-            got = train(DEVICE, stage, gas, clipping, bf16, optimizer=optimizer)
+            got = train(DEVICE, stage, gas, clipping, bf16, **extra)
             check_order(controls)
             seen = controls.traffic()
-            assert "step kernel" in seen and "sum kernel" in seen, seen
+            assert ("lamb kernel" if type == "Lamb" else "step kernel") in seen and "sum kernel" in seen, seen
             if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
                 assert unequal(expected, got) == [], (stage, schedule)
             assert far(expected, got, 2e-2 if bf16 else 1e-4) == [], (stage, schedule)
     dist.destroy_process_group()
+
+
+NARROW = {"packed_states": True, "moment_dtype": "bf16", "seed": 3}
 
 
 @pytest.mark.parametrize(
@@ -55,7 +58,24 @@ def compare_with_cpu(stages, gas, clipping, bf16, type, params):
     ],
 )
 def test_kernels_give_the_bits_of_a_cpu_engine(world, gas, clipping, bf16, type, params):
-    run(world, compare_with_cpu, [0, 2, 3], gas, clipping, bf16, type, params)
+    run(world, compare_with_cpu, [0, 2, 3], gas, clipping, bf16, type, params, {})
+
+
+@pytest.mark.parametrize(
+    ("world", "gas", "type", "params", "own"),
+    [
+        (1, 1, "AdamW", {"lr": 1e-2, "eps": 1e-5}, NARROW),
+        (2, 1, "AdamW", {"lr": 1e-2, "eps": 1e-5}, NARROW),  # rows of ranks are summed first
+        (1, 1, "Lamb", {"lr": 1e-2}, {}),
+        pytest.param(2, 2, "AdamW", {"lr": 1e-2, "eps": 1e-5}, {"packed_states": True}, marks=pytest.mark.slow),
+        pytest.param(1, 2, "SGD", {"lr": 1e-2, "momentum": 0.9}, NARROW, marks=pytest.mark.slow),
+        pytest.param(1, 1, "AdamW", {"lr": 1e-2}, {"moment_dtype": "bf16", "seed": 3}, marks=pytest.mark.slow),
+        pytest.param(2, 1, "Lamb", {"lr": 1e-2}, {"packed_states": True}, marks=pytest.mark.slow),  # leases fp32 ones
+        pytest.param(1, 1, "Muon", {"lr": 1e-2, "use_muon": False}, {}, marks=pytest.mark.slow),
+    ],
+)
+def test_kernels_of_narrow_states_and_of_lamb_give_the_bits_of_a_cpu_engine(world, gas, type, params, own):
+    run(world, compare_with_cpu, [0, 3], gas, 1.0, True, type, params, own)
 
 
 def train_without_step_kernel(type, params):
@@ -170,9 +190,9 @@ def total(traffic):
     return sum(bytes for _, bytes in traffic.values())
 
 
-def make_engine(stage, bf16, keeps):
+def make_engine(stage, bf16, keeps, own):
     """An engine, and what the program has kept of its gradients, if it does."""
-    cfg = models.config(stage, bf16=bf16, gradient_clipping=1.0)
+    cfg = models.config(stage, bf16=bf16, gradient_clipping=1.0, deeptide=own)
     engine = deeptide.initialize(model=models.to_device(Layers(), DEVICE), config=cfg)[0]
     kept = []
     for p in engine.module.parameters() if keeps else ():
@@ -185,7 +205,7 @@ def train_once(engine, x):
     engine.step()
 
 
-def count_bytes(bf16, keeps):
+def count_bytes(bf16, keeps, own):
     """Bytes of a step beside those of plain torch's forward and backward: of each parameter, and of tasks."""
     controls = begin()
     dtype = torch.bfloat16 if bf16 else torch.float32
@@ -196,7 +216,7 @@ def count_bytes(bf16, keeps):
     for kernels in (False, True):
         controls.configure("random", kernels=kernels)
         for stage in (0, 2, 3):
-            engine, kept = make_engine(stage, bf16, keeps)
+            engine, kept = make_engine(stage, bf16, keeps, own)
             train_once(engine, x)
             kept.clear()
             seen = traffic_of(controls, lambda engine=engine: train_once(engine, x))
@@ -205,25 +225,29 @@ def count_bytes(bf16, keeps):
                 f"kernels {kernels}, stage {stage}: {each:.2f} bytes, {sum(n for n, _ in seen.values())} tasks, {seen}"
             )
             if kernels:
-                check_bytes(each, bf16, keeps, seen)
+                check_bytes(each, bf16, keeps, own, seen)
             engine.destroy()
             gc.collect()
     dist.destroy_process_group()
 
 
-def check_bytes(each, bf16, keeps, seen):
+def check_bytes(each, bf16, keeps, own, seen):
     """AdamW reads gradient, master and moments, writes master, moments and a rounded parameter; the norm reads again.
 
-    What the program keeps is copied into a bucket.
+    What the program keeps is copied into a bucket. A packed master is 4 bytes and a bit, with the parameter.
     """
     item = 2 if bf16 else 4
     least = 2 * item + 6 * 4 + (2 if bf16 else 0) + (2 * item if keeps else 0)
+    if own:
+        least = 2 * item + 2 * (4 + 1 / 8) + 2 * 2 * 2
     assert least <= each < least + 0.1, (each, least, seen)
     for kernel in ("step kernel", "sum kernel"):
         assert seen[kernel][0] == LAYERS, (kernel, seen)  # launches: one for each unit
 
 
-@pytest.mark.parametrize(("bf16", "keeps"), [(True, False), (False, False), (True, True)])
-def test_bytes_of_a_step_at_one_rank(bf16, keeps):
-    """30 of each parameter in bf16."""
-    run(1, count_bytes, bf16, keeps)
+@pytest.mark.parametrize(
+    ("bf16", "keeps", "own"), [(True, False, {}), (False, False, {}), (True, True, {}), (True, False, NARROW)]
+)
+def test_bytes_of_a_step_at_one_rank(bf16, keeps, own):
+    """30 of each parameter in bf16; 20 with packed masters and moments in bf16."""
+    run(1, count_bytes, bf16, keeps, own)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""nvcc makes accesses of 16 bytes and no stack of the kernels of step and sum. Needs nvcc alone; nothing runs."""
+"""nvcc makes accesses of 16 bytes and no stack of the kernels of step, LAMB and sum. Needs nvcc alone; nothing runs."""
 
 import os
 import re
@@ -12,7 +12,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-SOURCES = {"step": ROOT / "src/optim/updates/step_kernel.cu", "sum": ROOT / "src/numerics/sums/sum_kernel.cu"}
+SOURCES = {
+    "step": ROOT / "src/optim/kernels/step_kernel.cu",
+    "lamb": ROOT / "src/optim/kernels/lamb_kernel.cu",
+    "sum": ROOT / "src/numerics/sums/sum_kernel.cu",
+}
 CUDA = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin"
 NVCC, PTXAS = (shutil.which(name) or shutil.which(str(CUDA / name)) for name in ("nvcc", "ptxas"))
 FLAGS = ("-O3", "-std=c++20", "--fmad=false", "-arch=sm_90", f"-I{ROOT / 'src'}")
@@ -20,6 +24,10 @@ FLAGS = ("-O3", "-std=c++20", "--fmad=false", "-arch=sm_90", f"-I{ROOT / 'src'}"
 STEP = re.compile(
     r"PacketBodyILi(?P<states>\d).*?NumberTypeE(?P<gradient>\d)ELS\w*?_(?P<param>\d)E\w*?(?P<pieces>OneRow|InPieces)"
 )
+NARROW = re.compile(  # where masters are packed or states have 16 bits
+    r"NarrowBodyILi(?P<states>\d).*?NumberTypeE(?P<gradient>\d)E\w*?(?P<master>Whole|Packed)Master"
+)
+LAMB = re.compile(r"Lamb(?:MeasureILN\w*?NumberTypeE(?P<gradient>\d)E|Apply)")
 # `into` is Into's number: 0 has no sums, 1 overwrites, 2 adds.
 PIECES = re.compile(r"PiecesBodyILN\w*?NumberTypeE(?P<row>\d)E")  # squares of gradients where autograd left them
 SUM = re.compile(r"QuarterBodyILN\w*?NumberTypeE(?P<row>\d)ELi(?P<count>\d)ELN\w*?IntoE(?P<into>\d)E")
@@ -58,8 +66,14 @@ needs_nvcc = pytest.mark.skipif(
 @needs_nvcc
 @pytest.mark.slow
 def test_a_step_is_of_accesses_of_16_bytes_and_needs_no_stack(tmp_path):
-    seen = set()
+    seen, narrow = set(), set()
     for name, (text, report) in compiled("step", tmp_path).items():
+        if of_narrow := NARROW.search(name):
+            states, gradient = int(of_narrow["states"]), int(of_narrow["gradient"])
+            is_whole = of_narrow["master"] == "Whole"
+            of_states = states * 3  # two in fp32 or one in 16 bits
+            check(name, text, report, (2 if gradient == 0 else 1) + 2 + of_states, (3 if is_whole else 2) + of_states)
+            narrow.add((states, gradient, of_narrow["master"]))
         found = STEP.search(name)
         if not found:
             continue
@@ -69,6 +83,19 @@ def test_a_step_is_of_accesses_of_16_bytes_and_needs_no_stack(tmp_path):
         seen.add((states, gradient, param, found["pieces"]))
     types = {(0, 0), (0, 1), (1, 1), (0, 2), (2, 2)}
     assert seen == {(n, *pair, pieces) for n in range(4) for pair in types for pieces in ("OneRow", "InPieces")}
+    assert narrow == {(n, gradient, master) for n in range(4) for gradient in (0, 1) for master in ("Whole", "Packed")}
+
+
+@needs_nvcc
+@pytest.mark.slow
+def test_passes_of_lamb_are_of_accesses_of_16_bytes_and_need_no_stack(tmp_path):
+    seen = set()
+    for name, (text, report) in compiled("lamb", tmp_path).items():
+        gradient = LAMB.search(name)["gradient"]
+        loads, stores = {None: (6, 3), "0": (8, 6)}.get(gradient, (7, 6))  # None: the second pass
+        check(name, text, report, loads, stores)
+        seen.add(gradient)
+    assert seen == {None, "0", "1", "2"}
 
 
 @needs_nvcc
@@ -120,9 +147,9 @@ def compiled_for_amd(name, folder):
 def test_kernels_compile_for_amd_without_a_stack(name, tmp_path):
     """Waves of 64: groups of 32 lanes meet in shared memory, whatever a wave is. No atomics, no type of CUDA's."""
     text, stacks = compiled_for_amd(name, tmp_path / "hip")
-    packets = {kernel: stack for kernel, stack in stacks.items() if STEP.search(kernel) or SUM.search(kernel)}
-    packets |= {kernel: stack for kernel, stack in stacks.items() if PIECES.search(kernel)}
-    assert len(packets) == (100 if name == "step" else 39), packets.keys()
+    in_packets = (STEP, NARROW, LAMB, SUM, PIECES)
+    packets = {kernel: stack for kernel, stack in stacks.items() if any(kind.search(kernel) for kind in in_packets)}
+    assert len(packets) == {"step": 140, "lamb": 4, "sum": 39}[name], packets.keys()
     assert set(packets.values()) == {0}
     assert ".wavefront_size: 64" in text
     assert re.search(r"(global|flat)_load_dwordx4", text) and re.search(r"(global|flat)_store_dwordx4", text)

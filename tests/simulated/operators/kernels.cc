@@ -7,7 +7,8 @@
 
 #include "numerics/kernels/copy_kernel.cu"
 #include "numerics/sums/sum_kernel.cu"
-#include "optim/updates/step_kernel.cu"
+#include "optim/kernels/lamb_kernel.cu"
+#include "optim/kernels/step_kernel.cu"
 #include "simulated/operators/operands.h"
 
 namespace deeptide::simulated {
@@ -86,7 +87,22 @@ void step(int64_t address) {
     if (state.data != nullptr) memory.update(state, own.count);
   }
   memory.write(own.param, own.count);
+  memory.update(own.low, own.count * int64_t{sizeof(uint16_t)});
+  memory.update(own.above, (own.count + 7) / 8);
   memory.run("step kernel", [own] { optim::host_kernels::step(own, nullptr); });
+}
+
+void lamb(int64_t address) {
+  auto own = copied<optim::LambArguments>(address);
+  const int64_t bytes = own.count * int64_t{sizeof(float)};
+  Memory memory;
+  memory.read(own.gradient);
+  memory.update(own.master, bytes);
+  memory.update(own.exp_avg, bytes);
+  memory.update(own.exp_avg_sq, bytes);
+  memory.update(own.update, bytes);
+  memory.write(own.param, own.count);
+  memory.run("lamb kernel", [own] { optim::host_kernels::lamb(own, nullptr); });
 }
 
 void sum(int64_t address) {
@@ -116,6 +132,7 @@ void copy(int64_t address) {
 TORCH_LIBRARY(deeptide_kernels, m) {
   m.def("available() -> bool", [] { return Machine::instance().has_kernels(); });
   m.def("step(int arguments) -> ()", &step);
+  m.def("lamb(int arguments) -> ()", &lamb);
   m.def("sum(int arguments) -> ()", &sum);
   m.def("copy(int arguments) -> ()", &copy);
 }

@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // In the place of step_kernel.cu where no compiler for a GPU took part in the build.
 #include "base/invariant.h"
-#include "optim/updates/step_kernel.h"
+#include "optim/kernels/step_kernel.h"
 
 namespace deeptide::optim::device_kernels {
 

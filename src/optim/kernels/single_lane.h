@@ -27,6 +27,7 @@ DEEPTIDE_HOST_DEVICE V NegMulAdd(V a, V b, V c) { return fmaf(-a, b, c); }
 DEEPTIDE_HOST_DEVICE V Abs(V a) { return fabsf(a); }
 DEEPTIDE_HOST_DEVICE V CopySign(V size, V sign) { return copysignf(size, sign); }
 DEEPTIDE_HOST_DEVICE bool Gt(V a, V b) { return a > b; }
+DEEPTIDE_HOST_DEVICE bool Eq(V a, V b) { return a == b; }
 DEEPTIDE_HOST_DEVICE V IfThenElse(bool condition, V a, V b) { return condition ? a : b; }
 
 }  // namespace hn

@@ -21,17 +21,27 @@ struct StepArguments {
   numerics::kernel::Numbers states[kMostStates];  // by the rule's roles; null if not kept
   numerics::kernel::Numbers param;                // receives the rounded master; null: the master is the parameter
   int64_t count = 0;
+  void* low = nullptr;       // of a packed master, whose upper halves are `master`
+  uint8_t* above = nullptr;  // a bit for each of its elements: numerics::HalfwayBits
+  bool rounds = false;       // states in bf16, stochastically
+  numerics::kernel::RandomBits random;
 
-  /// Whether all but the gradient, which has this type, is such that eight elements may be stepped at a time.
+  /// Whether it must be such that eight elements may be stepped at a time.
+  bool needs_packets() const { return low != nullptr || rounds; }
+  /// Whether all but the gradient, which has this type, is such.
   bool takes_packets(numerics::kernel::NumberType gradient_type) const {
-    using numerics::kernel::is_aligned;
-    constexpr auto fp32 = numerics::kernel::NumberType::fp32;
-    bool may = is_aligned(master.data) && master.type == fp32 && is_aligned(param.data);
+    using numerics::kernel::NumberType;
+    const NumberType master_type = low != nullptr ? NumberType::bf16 : NumberType::fp32;
+    const NumberType state_type = rounds ? NumberType::bf16 : NumberType::fp32;
+    bool may = master.type == master_type && numerics::kernel::is_aligned(master.data) &&
+               numerics::kernel::is_aligned(param.data) && numerics::kernel::is_aligned(low);
     for (const auto& state : states) {
-      may = may && (state.data == nullptr || (state.type == fp32 && is_aligned(state.data)));
+      may = may && (state.data == nullptr || (state.type == state_type && numerics::kernel::is_aligned(state.data)));
     }
-    if (param.data == nullptr) return may && gradient_type == fp32;
-    return may && param.type != fp32 && (gradient_type == fp32 || gradient_type == param.type);
+    if (gradient_type == NumberType::fp32) return may && (param.data == nullptr || param.type != NumberType::fp32);
+    // There are few kernels for packed masters and states in bf16, since each takes a compiler its time.
+    if (needs_packets() && gradient_type != NumberType::bf16) return false;
+    return may && (low != nullptr || (param.data != nullptr && gradient_type == param.type));
   }
 };
 

@@ -5,8 +5,9 @@
 #include "numerics/kernels/kernel_launch.h"
 #include "numerics/kernels/kernel_numbers.h"
 #include "numerics/kernels/kernel_packets.h"
-#include "optim/updates/single_lane.h"
-#include "optim/updates/step_kernel.h"
+#include "numerics/kernels/kernel_rounding.h"
+#include "optim/kernels/single_lane.h"
+#include "optim/kernels/step_kernel.h"
 
 namespace deeptide::optim::DEEPTIDE_KERNELS {
 namespace {
@@ -140,6 +141,8 @@ struct PacketBody {
   void* param;
 };
 
+#include "optim/kernels/narrow_step.inl"
+
 struct Launch {
   /// Whether packets may carry all of it: what training in bf16, fp16 and fp32 has at one rank, or after a sum.
   bool takes_packets() const {
@@ -179,9 +182,35 @@ struct Launch {
     return sums ? run_packets<kStates, fp32, fp16>(update) : run_packets<kStates, fp16, fp16>(update);
   }
 
+  template <int kStates, NumberType kGradient, typename Master, typename Update>
+  void run_narrow_of(const Update& update, const numerics::kernel::Pieces& pieces) const {
+    namespace kernel = numerics::kernel;
+    NarrowBody<kStates, Update, kGradient, Master> body{update,      all.count, pieces,     all.gradient_scale,
+                                                        Master(all), {},        all.rounds, all.random};
+    int kept = 0;
+    for (const Numbers& state : all.states) {
+      if (state.data != nullptr) body.states[kept++] = state.data;
+    }
+    kernel::launch_each(stream, (all.count + kernel::kPacket - 1) / kernel::kPacket, body);
+  }
+
+  template <int kStates, typename Update>
+  void run_narrow(const Update& update) const {
+    const auto pieces = all.pieces.pieces > 0 ? all.pieces : numerics::kernel::one_piece(all.gradient, all.count);
+    constexpr auto fp32 = NumberType::fp32, bf16 = NumberType::bf16;
+    if (all.low == nullptr) {
+      pieces.type == fp32 ? run_narrow_of<kStates, fp32, WholeMaster>(update, pieces)
+                          : run_narrow_of<kStates, bf16, WholeMaster>(update, pieces);
+    } else {
+      pieces.type == fp32 ? run_narrow_of<kStates, fp32, PackedMaster>(update, pieces)
+                          : run_narrow_of<kStates, bf16, PackedMaster>(update, pieces);
+    }
+  }
+
   /// With the states that are kept, in the order of their roles, as the updates take them.
   template <int kStates, typename Update>
   void run(const Update& update) const {
+    if (all.needs_packets()) return run_narrow<kStates>(update);
     if (all.pieces.pieces > 0 || takes_packets()) return run_packets<kStates>(update);
     StepBody<kStates, Update> body{update, all.gradient, all.gradient_scale, all.master, {}, all.param};
     int kept = 0;
