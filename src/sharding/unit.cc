@@ -86,9 +86,14 @@ class Bound {
 
 bool is_bound(const c10::Storage& storage) { return Bound::instance().contains(storage.unsafeGetStorageImpl()); }
 
-Tensor Parameter::view_of(const Tensor& flat, int tensor) const {
+Order Parameter::order_of(int tensor) const {
   const Tensor& t = tensors.at(tensor);
-  return at::as_strided(flat, t.sizes(), t.strides(), flat.storage_offset() + offset);
+  return sizes.empty() ? Order{t.sizes(), t.strides()} : Order{sizes[tensor], strides[tensor]};
+}
+
+Tensor Parameter::view_of(const Tensor& flat, int tensor) const {
+  const Order order = order_of(tensor);
+  return at::as_strided(flat, order.sizes, order.strides, flat.storage_offset() + offset);
 }
 
 uint32_t Parameter::current_version() const {
@@ -130,7 +135,11 @@ void Unit::point_into(const Tensor& whole) {
     p.storage = c10::make_intrusive<StorageImpl>(StorageImpl::use_byte_size_t(), static_cast<size_t>(p.numel * item),
                                                  pointer_into(whole, p.offset * item), nullptr, false);
     Bound::instance().add(p.storage.get());
+    p.sizes.clear();
+    p.strides.clear();
     for (const Tensor& t : p.tensors) {
+      p.sizes.push_back(t.sizes().vec());
+      p.strides.push_back(t.strides().vec());
       auto* impl = t.unsafeGetTensorImpl();
       impl->set_storage_keep_dtype(c10::Storage(p.storage));
       impl->set_storage_offset(0);

@@ -33,6 +33,11 @@ struct Alias {
   int tensor = 0;
 };
 
+/// The elements of a tensor in its parameter's memory.
+struct Order {
+  at::IntArrayRef sizes, strides;
+};
+
 /// A logical parameter: all tensors that share its memory (tied ones have several names), and its place.
 struct Parameter {
   std::string name;
@@ -49,9 +54,12 @@ struct Parameter {
   uint32_t version = 0;                          // current_version() after the engine's last write
   bool rewritten = false;                        // written outside the engine: the master must follow
   int pins = 0;                                  // operators in flight that use it (sharded units)
+  std::vector<std::vector<int64_t>> sizes, strides;  // the tensors' when they were bound; empty before
 
   /// Counts the writes through any of its tensors.
   uint32_t current_version() const;
+  /// Returns the order of a tensor when it was bound: the program may have put other memory in its place for a while.
+  Order order_of(int tensor) const;
   /// Returns a view of `flat`, another buffer, with sizes, strides and element order of one of the tensors.
   at::Tensor view_of(const at::Tensor& flat, int tensor = 0) const;
 };

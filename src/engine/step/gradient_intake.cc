@@ -19,12 +19,11 @@ namespace {
 
 /// Returns the gradient of one of the parameter's tensors with the sizes and the order of its first.
 Tensor in_order_of_first(const Parameter& p, int tensor, const Tensor& gradient) {
-  const Tensor &first = p.tensors.front(), &own = p.tensors[tensor];
-  const bool same = own.sizes() == first.sizes() && own.strides() == first.strides();
-  if (same) return gradient;
+  const sharding::Order first = p.order_of(0), own = p.order_of(tensor);
+  if (own.sizes == first.sizes && own.strides == first.strides) return gradient;
   const Tensor dense = gradient.layout() == at::kStrided ? gradient : gradient.to_dense();
-  Tensor ordered = at::empty(first.sizes(), dense.options());
-  at::as_strided(ordered, own.sizes(), own.strides(), 0).copy_(dense);
+  Tensor ordered = at::empty(first.sizes, dense.options());
+  at::as_strided(ordered, own.sizes, own.strides, 0).copy_(dense);
   return ordered;
 }
 
