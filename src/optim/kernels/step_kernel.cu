@@ -144,6 +144,13 @@ struct PacketBody {
 #include "optim/kernels/narrow_step.inl"
 
 struct Launch {
+  /// The memory of the states that are kept, in the order of their roles, as the updates take them.
+  void put_states(void** states) const {
+    for (const Numbers& state : all.states) {
+      if (state.data != nullptr) *states++ = state.data;
+    }
+  }
+
   /// Whether packets may carry all of it: what training in bf16, fp16 and fp32 has at one rank, or after a sum.
   bool takes_packets() const {
     namespace kernel = numerics::kernel;
@@ -163,10 +170,7 @@ struct Launch {
     namespace kernel = numerics::kernel;
     PacketBody<kStates, Update, kGradient, kParam, Gradient> body{
         update, all.count, gradient, all.gradient_scale, all.master.data, {}, all.param.data};
-    int kept = 0;
-    for (const Numbers& state : all.states) {
-      if (state.data != nullptr) body.states[kept++] = state.data;
-    }
+    put_states(body.states);
     kernel::launch_each(stream, (all.count + kernel::kPacket - 1) / kernel::kPacket, body);
   }
 
@@ -187,10 +191,7 @@ struct Launch {
     namespace kernel = numerics::kernel;
     NarrowBody<kStates, Update, kGradient, Master> body{update,      all.count, pieces,     all.gradient_scale,
                                                         Master(all), {},        all.rounds, all.random};
-    int kept = 0;
-    for (const Numbers& state : all.states) {
-      if (state.data != nullptr) body.states[kept++] = state.data;
-    }
+    put_states(body.states);
     kernel::launch_each(stream, (all.count + kernel::kPacket - 1) / kernel::kPacket, body);
   }
 

@@ -44,6 +44,14 @@ StepArguments of_states(const Segment& segment) {
   return made;
 }
 
+/// Whether only packets take the master or its states.
+bool needs_packets(const Segment& segment) { return segment.low.defined() || segment.rounding.has_value(); }
+
+/// Whether packets can read the gradient as one row.
+bool is_one_row(const numerics::Contributions& gradient) {
+  return gradient.rows.size() == 1 && kernel::is_aligned(gradient.rows[0].const_data_ptr());
+}
+
 /// Whether the kernel reaches all of a packed master, and each byte of its bits is one packet's.
 bool is_within_reach(const Segment& segment) {
   const auto is_there = [&](const at::Tensor& part) {
@@ -59,19 +67,17 @@ bool is_within_reach(const Segment& segment) {
 bool has_step_kernel(const Segment& segment) {
   if (!segment.master.defined() || segment.gradient.rows.size() > Rows::kMost) return false;
   if (!kStep.is_on(segment.master.device()) || !is_within_reach(segment)) return false;
-  const StepArguments made = of_states(segment);
-  return !made.needs_packets() || made.takes_packets(kernel::NumberType::fp32);
+  return !needs_packets(segment) || of_states(segment).takes_packets(kernel::NumberType::fp32);
 }
 
 bool takes_gradient(const Segment& segment) {
   const numerics::Contributions& gradient = segment.gradient;
-  const StepArguments made = of_states(segment);
   if (!gradient.pieces.empty()) {
-    return numerics::fit_kernels(gradient) && made.takes_packets(numerics::pieces_of(gradient).type);
+    return numerics::fit_kernels(gradient) && of_states(segment).takes_packets(numerics::pieces_of(gradient).type);
   }
-  if (!made.needs_packets()) return true;
+  if (!needs_packets(segment)) return true;
   const kernel::Numbers row = numerics::read_numbers_of(gradient.rows[0]);
-  return gradient.rows.size() == 1 && kernel::is_aligned(row.data) && made.takes_packets(row.type);
+  return is_one_row(gradient) && of_states(segment).takes_packets(row.type);
 }
 
 numerics::Contributions nearer_gradient(const numerics::Contributions& gradient) {
@@ -103,10 +109,6 @@ namespace {
 
 constexpr numerics::Kernel<LambArguments> kLamb{"lamb", &device_kernels::has_lamb, &device_kernels::lamb};
 
-bool is_one_row(const numerics::Contributions& gradient) {
-  return gradient.rows.size() == 1 && kernel::is_aligned(gradient.rows[0].const_data_ptr());
-}
-
 /// The gradient where one piece or more can be read in packets.
 numerics::Contributions readable(numerics::Contributions gradient) {
   while (gradient.pieces.empty() ? !is_one_row(gradient) : !numerics::fit_kernels(gradient)) {
@@ -120,18 +122,6 @@ kernel::Pieces lamb_pieces(const numerics::Contributions& gradient, int64_t coun
   return kernel::one_piece(numerics::rows_of(gradient.rows, static_cast<float>(gradient.scale)), count);
 }
 
-/// All but the gradient.
-LambArguments lamb_states(const Segment& segment, const LambScalars& scalars) {
-  LambArguments made;
-  made.scalars = scalars;
-  made.master = segment.master.mutable_data_ptr();
-  made.exp_avg = segment.states[0].mutable_data_ptr();
-  made.exp_avg_sq = segment.states[1].mutable_data_ptr();
-  made.param = numerics::numbers_of(segment.param);
-  made.count = segment.master.numel();
-  return made;
-}
-
 }  // namespace
 
 bool has_lamb_kernel(const Segment& segment) {
@@ -142,7 +132,13 @@ bool has_lamb_kernel(const Segment& segment) {
 }
 
 LambArguments lamb_arguments(const Segment& segment, const LambScalars& scalars, const Tensor& update) {
-  LambArguments made = lamb_states(segment, scalars);
+  LambArguments made;
+  made.scalars = scalars;
+  made.master = segment.master.mutable_data_ptr();
+  made.exp_avg = segment.states[0].mutable_data_ptr();
+  made.exp_avg_sq = segment.states[1].mutable_data_ptr();
+  made.param = numerics::numbers_of(segment.param);
+  made.count = segment.master.numel();
   if (!update.defined()) return made;
   made.gradient = lamb_pieces(segment.gradient, made.count);
   made.update = update.mutable_data_ptr();
