@@ -15,7 +15,7 @@ from deeptide import _C
 from deeptide._forecast.steps import Order, Rates, Step, StepForecast
 from deeptide._model import check_model, describe, parameter_names
 from deeptide._optimizers.groups import OptimizerSource, ParametersSource, plan_optimizer
-from deeptide._plan_mesh import Mesh, bounds_of, mesh_of, plans_of_stages
+from deeptide._plan_mesh import Mesh, Parts, bounds_of, mesh_of, plans_of_stages
 from deeptide.activations.choice import budget_of
 from deeptide.config import ConfigSource, load_config
 from deeptide.pipeline.chunks import chunks_of
@@ -192,7 +192,10 @@ def plan(
         made = _C.plan(description, config, options, world_size, ranks_per_host or 0)
         step = _step(model, config, mesh, on_host, [made], batch, rates)
         return MemoryPlan(made, activation_bytes=_activation_bytes(config), step=step)
-    stages, lent = plans_of_stages(model, config, mesh, on_host, optimizer, model_parameters)
+    model = check_model(model)
+    parts = Parts(model, config, mesh)
+    stages = plans_of_stages(model, config, mesh, on_host, parts, optimizer, model_parameters)
+    lent = [parts.lent_numel(stage) for stage in range(mesh.pipeline)]
     plans = [MemoryPlan(stage) for stage in stages]
     largest = max(plans, key=lambda each: each.peak_bytes)
     step = _step(model, config, mesh, on_host, stages, batch, rates)

@@ -5,17 +5,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from deeptide import _C, zero
 from deeptide._C import Config, ConfigError
-from deeptide._model import check_model, describe, parameter_names
+from deeptide._model import describe, parameter_names
 from deeptide._optimizers.groups import OptimizerSource, ParametersSource, plan_optimizer
 from deeptide.pipeline.blocks import (
     bounds_of_blocks,
@@ -104,27 +105,38 @@ def owners_of(model: nn.Module, num_stages: int, num_chunks: int) -> dict[int, l
     return uses_of_parameters(model, stages_of(uses_of_modules(model, chain, parts), num_stages))
 
 
+class Part(NamedTuple):
+    """The part of a model that one stage's ranks hold, as the core is told of it."""
+
+    description: _C.ModelDescription
+    names: set[str]
+    slices: list[tuple[str, int, list[int]]]
+
+
 class Parts:
-    """The parts of a model that each stage's ranks hold, as the core is told of them."""
+    """The parts of a model under one number of stages, of chunks and of tensor ranks, however many data ranks."""
 
     def __init__(self, model: nn.Module, config: Config, mesh: Mesh) -> None:
         self._model, self._mesh = model, mesh
         self._users = owners_of(model, mesh.pipeline, chunks_of(config))
         self._slices = slices_of_plan(model, config, mesh.tensor)
         self._held: dict[int, torch.Tensor] = {}
+        self._parts: dict[int, Part] = {}
 
-    def holder(self, stage: int) -> Callable[[str, torch.Tensor], torch.Tensor | None]:
+    def of_stage(self, stage: int) -> Part:
+        """The part of a stage, read from the model once."""
+        if stage not in self._parts:
+            description = describe(self._model, functools.partial(self._held_by, stage))
+            parameters = self._model.named_parameters(remove_duplicate=False)
+            names = {name for name, parameter in parameters if self._users[id(parameter)][0] == stage}
+            self._parts[stage] = Part(description, names, self._slices_of(names))
+        return self._parts[stage]
+
+    def _held_by(self, stage: int, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         """For `describe`: the tensor that a rank of a stage has in the place of the model's; None: none."""
+        return self._slice(tensor) if self._users[id(tensor)][0] == stage else None
 
-        def held(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-            users = self._users.get(id(tensor))
-            if users is None:
-                return tensor  # a buffer
-            return self._slice(tensor) if users[0] == stage else None
-
-        return held
-
-    def slices_of(self, names: set[str]) -> list[tuple[str, int, list[int]]]:
+    def _slices_of(self, names: set[str]) -> list[tuple[str, int, list[int]]]:
         """(name, dimension, blocks in the whole) of those parameters that are slices."""
         found = []
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
@@ -160,38 +172,30 @@ def plans_of_stages(
     config: Config,
     mesh: Mesh,
     ranks_per_host: int,
+    parts: Parts,
     optimizer: OptimizerSource | None = None,
     model_parameters: ParametersSource | None = None,
     alike: Sequence[int] | None = None,
-) -> tuple[list[_C.MemoryPlan], list[int]]:
-    """(each stage's plan of one of its ranks, elements that other stages lend it).
+) -> list[_C.MemoryPlan]:
+    """Each stage's plan of one of its ranks.
 
-    alike: for each stage the first one that holds as much, whose plan it gets. Errors: ConfigError, as initialize
-    raises where it follows from model and configuration.
+    parts: of the same mesh, whatever its data ranks. alike: for each stage the first one that holds as much, whose plan
+    it gets. Errors: ConfigError, as initialize raises where it follows from model and configuration.
     """
-    model = check_model(model)
     chosen = plan_optimizer(model, parameter_names(model), config, optimizer, model_parameters)
     if chosen is not None and chosen.custom is not None:
         raise ConfigError("plan: an optimizer of the program's own has no plan under parallel.pipeline or tensor")
     groups = chosen.core_groups(config) if chosen is not None else []
-    parts = Parts(model, config, mesh)
+    override = chosen.override if chosen is not None else ""
+    ranks, on_host = mesh.data * mesh.tensor, mesh.of_stage_per_host(ranks_per_host)
     plans: list[_C.MemoryPlan] = []
     for stage in range(mesh.pipeline):
         if alike is not None and alike[stage] < stage:
             plans.append(plans[alike[stage]])
             continue
-        held = parts.holder(stage)
-        every = model.named_parameters(remove_duplicate=False)
-        names = {name for name, parameter in every if held(name, parameter) is not None}
-        own = [([name for name in group.parameters if name in names], group.hyperparameters) for group in groups]
-        options = _C.InitOptions(
-            None,
-            [_C.ParameterGroup(mine, values) for mine, values in own if mine],
-            chosen.override if chosen is not None else "",
-            None,
-            None,
-        )
-        slices = parts.slices_of(names)
-        ranks, on_host = mesh.data * mesh.tensor, mesh.of_stage_per_host(ranks_per_host)
-        plans.append(_C.plan(describe(model, held), config, options, ranks, on_host, mesh.tensor, slices))
-    return plans, [parts.lent_numel(stage) for stage in range(mesh.pipeline)]
+        part = parts.of_stage(stage)
+        own = [([name for name in group.parameters if name in part.names], group.hyperparameters) for group in groups]
+        filled = [_C.ParameterGroup(mine, values) for mine, values in own if mine]
+        options = _C.InitOptions(None, filled, override, None, None)
+        plans.append(_C.plan(part.description, config, options, ranks, on_host, mesh.tensor, part.slices))
+    return plans

@@ -17,7 +17,7 @@ from deeptide import _C
 from deeptide._C import Config, ConfigError
 from deeptide._forecast.measure import MicroBatch, Part, measured
 from deeptide._forecast.steps import Order, Rates, Step, StepForecast, Transfer
-from deeptide._plan_mesh import Mesh, bounds_of, mesh_of, plans_of_stages
+from deeptide._plan_mesh import Mesh, Parts, bounds_of, mesh_of, plans_of_stages
 from deeptide.activations.choice import Measured, size
 
 _MICRO_BATCHES = (1, 2, 4, 8)  # samples of one
@@ -97,6 +97,7 @@ class Search:
         self._micro: dict[tuple[int, int], MicroBatch | None] = {}
         self._plans: dict[tuple[_Layout, int], list[_C.MemoryPlan]] = {}
         self._cuts: dict[tuple[int, int], list[int]] = {}
+        self._parts: dict[tuple[int, int, int], Parts] = {}
         self._names = bounds_of(model, 1, 1)[0]
 
     # -- candidates ---------------------------------------------------------------------------------------------------
@@ -165,8 +166,12 @@ class Search:
             schedule = {"schedule": "interleaved", "chunks": layout.chunks} if layout.chunks > 1 else {}
             patch["parallel"] = {**patch["parallel"], **schedule}  # type: ignore[dict-item]
             config = self._config.merged(json.dumps(patch))
-            alike = self._alike(layout)
-            self._plans[layout, count] = plans_of_stages(self._model, config, mesh, self._on_host, alike=alike)[0]
+            key = mesh.pipeline, layout.chunks, mesh.tensor
+            if key not in self._parts:
+                self._parts[key] = Parts(self._model, config, mesh)
+            self._plans[layout, count] = plans_of_stages(
+                self._model, config, mesh, self._on_host, self._parts[key], alike=self._alike(layout)
+            )
         return self._plans[layout, count]
 
     def _alike(self, layout: _Layout) -> list[int]:
