@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// A queue served by threads, with one pread or pwrite at a time in each.
+// A queue served by threads, with one pread or pwrite at a time in each; by its caller where the system has no thread.
 #include <unistd.h>
 
 #include <algorithm>
@@ -9,7 +9,6 @@
 #include <deque>
 #include <map>
 #include <mutex>
-#include <stdexcept>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -42,7 +41,6 @@ class ThreadQueue : public Queue {
       if (!thread.joinable()) break;  // the system has no more: fewer serve as well
       threads_.push_back(std::move(thread));
     }
-    if (threads_.empty()) throw std::runtime_error("the system refuses the thread that would read and write files");
   }
   ~ThreadQueue() override {
     {
@@ -55,8 +53,13 @@ class ThreadQueue : public Queue {
 
   Ticket start(const Transfer& transfer) override {
     std::lock_guard lock(mutex_);
-    waiting_.emplace_back(++last_, transfer);
-    changed_.notify_all();
+    ++last_;
+    if (threads_.empty()) {
+      results_[last_] = perform(transfer);  // no thread can be had: slower, but it goes on
+    } else {
+      waiting_.emplace_back(last_, transfer);
+      changed_.notify_all();
+    }
     return last_;
   }
 

@@ -11,6 +11,10 @@ class Raises(NamedTuple):
     kinds: tuple[str, ...]
     pattern: str
 
+    def __or__(self, other: "Raises") -> "Raises":
+        """Either of both."""
+        return Raises((*self.kinds, *other.kinds), f"{self.pattern}|{other.pattern}")
+
 
 class UndefinedError(Exception):
     """Neither torch nor the documentation says what this act does here; the generator leaves it out."""

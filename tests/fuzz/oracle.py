@@ -372,11 +372,13 @@ def rebuild(life, act, saves, but=()):
         raise UndefinedError("what a rebuild makes of parameters that no group has, or that were frozen since")
     if any(rank.hyper != life.ranks[0].hyper for rank in life.ranks):
         raise UndefinedError("which rank tells first that ranks have other rates: the rebuild, or the step")
+    in_files = life.away or life.in_files & {"optimizer_states", "parameters"}
+    kept = OWN_REBUILT if life.keeps_own_states() else IN_FILES if in_files else None
     within = life.micro_steps % life.phase["gas"] and life.override is None
     if within or any(rank.sums for rank in life.ranks):
-        life.enter(lambda rank: NOT_REBUILT if within or rank.sums else REBUILD_OF_ANOTHER)
-    in_files = life.away or life.in_files & {"optimizer_states", "parameters"}
-    life.enter(lambda rank: OWN_REBUILT if life.keeps_own_states() else IN_FILES if in_files else None)
+        of_another = REBUILD_OF_ANOTHER | kept if kept else REBUILD_OF_ANOTHER  # as in offload_states
+        life.enter(lambda rank: NOT_REBUILT if within or rank.sums else of_another)
+    life.enter(lambda rank: kept)
     return counters(life, act, saves)
 
 
@@ -384,10 +386,16 @@ def offload_states(life, act, saves):
     if any(rank.losses or rank.rehung for rank in life.ranks):
         raise UndefinedError("which gradients there are")
     unsafe = any(rank.sums for rank in life.ranks)
-    own = life.keeps_own_states()
-    answer = AWAY if life.away else NOT_MOVED if unsafe else NOT_OURS if own else MOVED_ALREADY
-    is_refused = own or life.away or unsafe or "optimizer_states" in life.in_files
-    life.enter(lambda rank: answer if is_refused else None)
+    moved = NOT_OURS if life.keeps_own_states() else MOVED_ALREADY if "optimizer_states" in life.in_files else None
+
+    def answer(rank):
+        if life.away:
+            return AWAY
+        if not unsafe:
+            return moved
+        return NOT_MOVED if rank.sums or not moved else NOT_MOVED | moved  # a rank without gradients may come to it
+
+    life.enter(answer)
     life.away = True
     return {}
 

@@ -34,6 +34,7 @@ class PlainRank(Rank):
         self.added = set()  # in this micro-batch
         self.rehung = set()  # names that an engine hooks again at the next step, and whose .grad it leaves until then
         self.hyper = []
+        self.scale = 1.0  # the loss scale in gradients that arrive
 
     def follow(self, name, tensor, transposed):
         if tensor.requires_grad:
@@ -42,7 +43,7 @@ class PlainRank(Rank):
     def take(self, name, parameter, transposed):
         if parameter.grad is None:  # frozen since its forward
             return
-        gradient, parameter.grad = parameter.grad.to_dense().float() / self.life.loss_scale, None
+        gradient, parameter.grad = parameter.grad.to_dense().float() / self.scale, None
         gradient = gradient.t() if transposed else gradient
         self.sums[name] = self.sums.get(name, 0) + gradient
         self.sizes[name] = self.sizes.get(name, 0) + gradient.abs()
@@ -72,8 +73,8 @@ class PlainRank(Rank):
         if act["via"] == "engine" and not loss.requires_grad:
             raise DocumentedError(NEEDS_GRAD)
         whole = act["via"] == "engine" and act.get("sum")
-        times = self.life.loss_scale * (self.gas if whole else 1)
-        (loss * times).backward(retain_graph=bool(act.get("retain")))
+        self.scale = self.life.loss_scale if act["via"] == "engine" else 1.0  # only the engine's own backward scales
+        (loss * (self.scale * (self.gas if whole else 1))).backward(retain_graph=bool(act.get("retain")))
 
 
 class DocumentedError(Exception):

@@ -149,12 +149,11 @@ TEST(SwapFile, LeavesNoNameAndReservesItsBytes) {
   }
 }
 
-/// Runs `work` in a child to which the kernel refuses fallocate, as ext2 and some network file systems do: 0 if it
-/// ends well, 2 where nothing can be refused.
-int without_fallocate(int error, const std::function<void()>& work) {
+/// Runs `work` in a child to which the kernel refuses these calls: 0 if it ends well, 2 where nothing can be refused.
+int where_refused(std::initializer_list<Denied> calls, const std::function<void()>& work) {
   const pid_t child = ::fork();
   if (child == 0) {
-    if (!deny({{SYS_fallocate, error}})) ::_exit(2);
+    if (!deny(calls)) ::_exit(2);
     try {
       work();
     } catch (const std::exception& failure) {
@@ -166,6 +165,24 @@ int without_fallocate(int error, const std::function<void()>& work) {
   int status = 0;
   ::waitpid(child, &status, 0);
   return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+/// As ext2 and some network file systems do.
+int without_fallocate(int error, const std::function<void()>& work) {
+  return where_refused({{SYS_fallocate, error}}, work);
+}
+
+TEST(ThreadQueue, WorksByItsCallerWhereTheSystemHasNoThread) {
+  const int code = where_refused({{SYS_clone3, EAGAIN}, {SYS_clone, EAGAIN}}, [] {
+    at::set_num_threads(1);
+    Disk disk(io::make_thread_queue(2), 2);
+    const Buffer buffer = disk.make(kNumel);
+    const Tensor values = at::arange(kNumel).to(at::kFloat);
+    write(buffer, values);
+    TORCH_CHECK(at::equal(buffer.copy(), values));
+  });
+  if (code == 2) GTEST_SKIP() << "this kernel filters no system calls";
+  EXPECT_EQ(code, 0);
 }
 
 TEST(SwapFile, ReservesByWritingWhereAFileSystemCannotOtherwise) {
