@@ -167,7 +167,7 @@ int where_refused(std::initializer_list<Denied> calls, const std::function<void(
   return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
 }
 
-/// As ext2 and some network file systems do.
+/// The refusal of ext2 and of some network file systems.
 int without_fallocate(int error, const std::function<void()>& work) {
   return where_refused({{SYS_fallocate, error}}, work);
 }
