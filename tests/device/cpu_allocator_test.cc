@@ -5,14 +5,17 @@
 #include <ATen/ops/full.h>
 #include <c10/core/CPUAllocator.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
+#include <fstream>
 #include <string>
 #include <thread>
 
 #include "base/sanitizers.h"
+#include "base/start_thread.h"
 #include "deeptide/allocator.h"
 
 namespace deeptide {
@@ -37,6 +40,13 @@ class CpuAllocator : public testing::Test {
     ASSERT_TRUE(install_cpu_allocator());
   }
 };
+
+/// All that the process has mapped.
+uint64_t mapped_bytes() {
+  uint64_t pages = 0;
+  std::ifstream("/proc/self/statm") >> pages;
+  return pages * static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
+}
 
 int64_t in_use() { return cpu_allocator_stats().in_use_bytes; }
 
@@ -122,6 +132,32 @@ TEST_F(CpuAllocator, SurvivesForks) {
   }
   stop = true;
   busy.join();
+}
+
+/// Starts threads that stay, where little more may be mapped than is, until one needs what lies idle. Returns whether
+/// each has started.
+bool start_beyond_idle_memory() {
+  rlimit space{};
+  ::getrlimit(RLIMIT_AS, &space);
+  space.rlim_cur = mapped_bytes() + (1 << 20);
+  ::setrlimit(RLIMIT_AS, &space);
+  while (cpu_allocator_stats().idle_bytes > 0) {
+    std::thread thread = start_thread([] { ::pause(); });
+    if (!thread.joinable()) return false;
+    thread.detach();
+  }
+  return true;
+}
+
+TEST_F(CpuAllocator, GivesIdleMemoryBackForAThreadsStack) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    at::empty({64 << 20}, at::kByte);
+    ::_exit(start_beyond_idle_memory() ? 0 : 1);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
 }
 
 TEST_F(CpuAllocator, GivesIdleMemoryBackWhenAsked) {

@@ -8,6 +8,7 @@
 
 #include "base/invariant.h"
 #include "base/sanitizers.h"
+#include "base/start_thread.h"
 #include "deeptide/allocator.h"
 #include "device/memory/idle_memory.h"
 #include "device/memory/page_heap.h"
@@ -75,6 +76,7 @@ bool install() {
   if (c10::GetCPUAllocator() != c10::GetDefaultCPUAllocator()) return false;
   // While a thread forks, no other may change the heap: the child would inherit it half changed.
   ::pthread_atfork([] { heap().mutex().lock(); }, [] { heap().mutex().unlock(); }, [] { heap().mutex().unlock(); });
+  give_memory_back = &release_idle_heap;
   c10::SetCPUAllocator(new LargePageAllocator());  // with the default's priority: the program may still set its own
   return true;
 #endif
