@@ -27,7 +27,7 @@ import deeptide
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from deeptide._weights import import_checkpoint
+from deeptide._model.weights import import_checkpoint
 from torch import nn
 
 LEGEND = """\

@@ -14,7 +14,8 @@ from pathlib import Path
 LAYERS_FILE = Path("src/layers.txt")
 MAX_LINES = 500
 MAX_FUNCTION_LINES = 60
-MAX_SUBJECTS = 12  # in a folder of src/; a header and its sources are one
+MAX_SUBJECTS = 12  # in a folder of src/, where a header and its sources are one, and in a package of Python
+PUBLIC = Path("python/deeptide")  # the modules that programs import, each by its own name
 SPDX = ("SPDX-FileCopyrightText: The Deeptide authors", "SPDX-License-Identifier: Apache-2.0")
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"')
 NAMESPACE = re.compile(r"^namespace (deeptide(?:::\w+)*)", re.MULTILINE)
@@ -229,10 +230,11 @@ def check_cycles(texts: dict[Path, str]) -> list[str]:
 
 
 def check_folders(paths: Sequence[Path]) -> list[str]:
-    """Folders of src/ with more subjects than a reader takes in at a glance."""
+    """Folders of src/, and packages of Python, with more subjects than a reader takes in at a glance."""
     subjects: dict[Path, set[str]] = {}
     for path in paths:
-        if path.parts[0] == "src":
+        in_package = path.suffix == ".py" and PUBLIC in path.parent.parents and path.name != "__init__.py"
+        if path.parts[0] == "src" or in_package:
             subjects.setdefault(path.parent, set()).add(path.name.split(".")[0].removesuffix("-inl"))
     return [
         f"{folder}: {len(names)} subjects, at most {MAX_SUBJECTS}; give some a room of their own"

@@ -14,9 +14,9 @@ BEGIN, END = "<!-- begin: written by tools/from_deepspeed.py -->\n", "<!-- end -
 
 
 def _load(name: str) -> ModuleType:
-    """A module of python/deeptide/as_deepspeed by its file: needs no build of the package."""
-    path = ROOT / "python" / "deeptide" / "as_deepspeed" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"deeptide.as_deepspeed.{name}", path)
+    """A module of python/deeptide/as_deepspeed/names by its file: needs no build of the package."""
+    path = ROOT / "python" / "deeptide" / "as_deepspeed" / "names" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"deeptide.as_deepspeed.names.{name}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -27,9 +27,9 @@ def tables() -> str:
     """A table of each module's names, and one of the engine's methods that are not there."""
     before = {name: module for name, module in sys.modules.items() if name.startswith("deeptide")}
     try:
-        for part in ("_entries", "_names_of_features", "_names_of_helpers"):
+        for part in ("entries", "features", "helpers"):
             _load(part)
-        names = _load("names")
+        names = _load("table")
     finally:
         for name in [name for name in sys.modules if name.startswith("deeptide")]:
             del sys.modules[name]

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from ._C import _Bound, _BoundEnum
+from deeptide._C import _Bound, _BoundEnum
 
 class SaveContents(_BoundEnum):
     __members__: ClassVar[dict[str, SaveContents]]

@@ -3,7 +3,7 @@
 # A part of _C.pyi: schedules and samplers of what a step leaves out. No module of its own.
 from collections.abc import Callable, Sequence
 
-from ._C import Config, _Bound
+from deeptide._C import Config, _Bound
 
 class CurriculumSchedule(_Bound):
     @staticmethod

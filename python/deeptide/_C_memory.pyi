@@ -3,7 +3,7 @@
 # A part of _C.pyi: what memory is taken, and what it is planned to be. No module of its own.
 from collections.abc import Sequence
 
-from ._C import Config, InitOptions, ModelDescription, _Bound
+from deeptide._C import Config, InitOptions, ModelDescription, _Bound
 
 class MemoryLine(_Bound):
     @property

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from ._C import ModelDescription, ParameterGroup, World, _Bound, _BoundEnum
+from deeptide._C import ModelDescription, ParameterGroup, World, _Bound, _BoundEnum
 
 class InitOptions(_Bound):
     def __init__(

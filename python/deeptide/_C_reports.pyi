@@ -3,7 +3,7 @@
 # A part of _C.pyi: what is observed of a run. No module of its own.
 import torch
 
-from ._C import World, _Bound
+from deeptide._C import World, _Bound
 
 class TensorboardConfig(_Bound):
     @property

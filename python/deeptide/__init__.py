@@ -19,22 +19,22 @@ _HOME = {
     "ConfigError": "_C",
     "DataLoader": "data",
     "DeeptideOptimizer": "optimizer",
-    "DeeptideWarning": "_log",
+    "DeeptideWarning": "_process.log",
     "DistributedSampler": "_C",
     "Engine": "engine",
-    "Preempted": "_preemption",
+    "Preempted": "_process.preemption",
     "RepeatingLoader": "data",
     "StepOutcome": "_C",
     "StepResult": "_C",
     "World": "_C",
-    "add_config_arguments": "_arguments",
-    "add_tuning_arguments": "_arguments",
-    "import_checkpoint": "_weights",
-    "init_distributed": "_world",
-    "initialize": "_initialize",
-    "load_weights": "_weights",
+    "add_config_arguments": "_process.arguments",
+    "add_tuning_arguments": "_process.arguments",
+    "import_checkpoint": "_model.weights",
+    "init_distributed": "_process.world",
+    "initialize": "_engine.initialize",
+    "load_weights": "_model.weights",
     "make_world": "_C",
-    "plan": "_plan",
+    "plan": "_forecast.plan",
 }
 _MODULES = (
     "accelerator",
@@ -56,7 +56,7 @@ __all__ = ["__version__", *_HOME]
 
 
 if "DEEPTIDE_STACKS_FD" in os.environ:
-    from deeptide._stacks import answer_stack_signals
+    from deeptide._process.stacks import answer_stack_signals
 
     answer_stack_signals()
 
@@ -77,7 +77,7 @@ def _check_torch() -> None:
 def __getattr__(name: str) -> object:
     if name in _HOME or name in _MODULES or name == "_C":
         _check_torch()
-        importlib.import_module("deeptide._changes")  # before threads build models
+        importlib.import_module("deeptide._model.changes")  # before threads build models
     if name in _HOME:
         value = getattr(importlib.import_module(f"deeptide.{_HOME[name]}"), name)
     elif name in _MODULES:

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from deeptide._log import say
-from deeptide._world import init_distributed
+from deeptide._process.log import say
+from deeptide._process.world import init_distributed
 from deeptide.utils import engines
 
 __all__ = [

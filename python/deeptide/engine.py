@@ -15,22 +15,25 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
-from deeptide import _C, _changes, _checkpoint, _offload_states, schedule, utils
-from deeptide._answers import Answers
-from deeptide._batches import WholeSteps
+from deeptide import _C, schedule, utils
 from deeptide._C import Config, ConfigError, StepOutcome
-from deeptide._compiled import compile_model
-from deeptide._ends import end_with_interpreter
-from deeptide._extra_state import read_extra_states
-from deeptide._less_work import LessWork, Schedules
-from deeptide._log import say
-from deeptide._mixed_types import explain_mixed_types
-from deeptide._observed import Observed
-from deeptide._preemption import leave_evaluation_if_preempted, leave_if_preempted
-from deeptide._rebuild import rebuild
-from deeptide._reports import told
-from deeptide._snapshot import copy_of
-from deeptide._world import abort_groups
+from deeptide._engine import checkpoint as _checkpoint
+from deeptide._engine import offload_states as _offload_states
+from deeptide._engine.answers import Answers
+from deeptide._engine.batches import WholeSteps
+from deeptide._engine.less_work import LessWork, Schedules
+from deeptide._engine.observed import Observed
+from deeptide._engine.rebuild import rebuild
+from deeptide._engine.snapshot import copy_of
+from deeptide._model import changes
+from deeptide._model.compiled import compile_model
+from deeptide._model.extra_state import read_extra_states
+from deeptide._model.mixed_types import explain_mixed_types
+from deeptide._process.ends import end_with_interpreter
+from deeptide._process.log import say
+from deeptide._process.preemption import leave_evaluation_if_preempted, leave_if_preempted
+from deeptide._process.reports import told
+from deeptide._process.world import abort_groups
 from deeptide.zero import number_parameters
 
 if TYPE_CHECKING:
@@ -90,7 +93,7 @@ class Engine(Answers, WholeSteps, LessWork, Observed):
         self._less_work = Schedules(config, core.batch_sizes().train, model) or None
         if self._less_work is not None and self._less_work.compression is not None:
             self._less_work.compression.share_masks(core.broadcast)
-        self._registrations = _changes.count()  # when the core last looked at the model
+        self._registrations = changes.count()  # when the core last looked at the model
         owned: Any
         for owned in (optimizer, lr_scheduler):
             if hasattr(owned, "attach"):
@@ -180,7 +183,7 @@ class Engine(Answers, WholeSteps, LessWork, Observed):
     def _step(self, take: Callable[[], _Outcome], lr_kwargs: dict[str, Any] | None) -> _Outcome:
         """Ends a micro-batch by `take()` and returns its outcome; None when all ranks have joined."""
         schedule.check_arguments(self.lr_scheduler, lr_kwargs)
-        _changes.tell(self)
+        changes.tell(self)
         at_boundary = self._core.is_gradient_accumulation_boundary()
         if at_boundary and self._less_work is not None:
             self._less_work.before_step(self.global_steps)
@@ -380,8 +383,9 @@ class Engine(Answers, WholeSteps, LessWork, Observed):
         if loaded is None:
             return None, None
         path, text = loaded
+        all_states = not load_module_only
         return path, _checkpoint.unpack_client_state(
-            text, self, load_module_strict, load_lr_scheduler_states, not load_module_only
+            text, self, load_module_strict, load_lr_scheduler_states, all_states, all_states and load_optimizer_states
         )
 
     @told

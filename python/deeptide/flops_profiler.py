@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from deeptide import _C
-from deeptide._flops_table import write_table
+from deeptide._engine.flops_table import write_table
 from deeptide.accelerator import get_accelerator
 
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from deeptide import _C
+from deeptide._engine.rebuild import group_to_add
 from deeptide._optimizers import given as given_optimizer
 from deeptide._optimizers.groups import OptimizerPlan, ParamGroup
 from deeptide._optimizers.live_groups import LiveGroups
-from deeptide._rebuild import group_to_add
 
 if TYPE_CHECKING:
     from deeptide.engine import Engine

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from deeptide._log import say
+from deeptide._process.log import say
 from deeptide.accelerator import get_accelerator
 
 FORWARD_MICRO_TIMER, FORWARD_GLOBAL_TIMER = "fwd_microstep", "fwd"

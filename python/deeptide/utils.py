@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from deeptide import _C, _publishing
+from deeptide import _C
 from deeptide._C import ConfigError
+from deeptide._model import publishing
 from deeptide.data import RepeatingLoader
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def register(engine: Engine) -> None:
     reference = weakref.ref(engine)
     for name, parameter in engine.module.named_parameters():
         _owners[parameter] = (reference, name)
-    _publishing.follow(engine)
+    publishing.follow(engine)
 
 
 def engines() -> list[Engine]:

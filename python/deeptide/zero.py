@@ -14,25 +14,26 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import _C, _changes, _tensor_methods
-from ._estimates import (
+from deeptide import _C
+from deeptide._forecast.estimates import (
     estimate_zero2_model_states_mem_needs as estimate_zero2_model_states_mem_needs,
 )
-from ._estimates import (
+from deeptide._forecast.estimates import (
     estimate_zero2_model_states_mem_needs_all_cold as estimate_zero2_model_states_mem_needs_all_cold,
 )
-from ._estimates import (
+from deeptide._forecast.estimates import (
     estimate_zero2_model_states_mem_needs_all_live as estimate_zero2_model_states_mem_needs_all_live,
 )
-from ._estimates import (
+from deeptide._forecast.estimates import (
     estimate_zero3_model_states_mem_needs as estimate_zero3_model_states_mem_needs,
 )
-from ._estimates import (
+from deeptide._forecast.estimates import (
     estimate_zero3_model_states_mem_needs_all_cold as estimate_zero3_model_states_mem_needs_all_cold,
 )
-from ._estimates import (
+from deeptide._forecast.estimates import (
     estimate_zero3_model_states_mem_needs_all_live as estimate_zero3_model_states_mem_needs_all_live,
 )
+from deeptide._model import changes, tensor_methods
 
 # parameter -> its place in an order that all ranks have: that of construction inside Init, then of engines.
 _places = WeakIdKeyDictionary()
@@ -102,9 +103,9 @@ class Init(contextlib.ContextDecorator):
 
     def __enter__(self) -> Init:
         if self.enabled:
-            _tensor_methods.install()
+            tensor_methods.install()
             self._scope = _C.ZeroInit()
-            _changes.listen(self._registered)
+            changes.listen(self._registered)
         return self
 
     def _registered(self, parameter: torch.nn.Parameter) -> None:
@@ -112,7 +113,7 @@ class Init(contextlib.ContextDecorator):
 
     def __exit__(self, *exc_info: object) -> None:
         if self.enabled:
-            _changes.stop_listening(self._registered)
+            changes.stop_listening(self._registered)
         self._scope = None
 
 

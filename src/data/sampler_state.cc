@@ -10,7 +10,7 @@ namespace {
 
 using nlohmann::ordered_json;
 
-constexpr const char* kPrivate = "__deeptide__";  // as _checkpoint.py names them
+constexpr const char* kPrivate = "__deeptide__";  // as _engine/checkpoint.py names them
 constexpr const char* kLoader = "loader";
 
 ordered_json parse_object(const std::string& text) {

@@ -34,9 +34,9 @@ from torch.nn import functional as F
 
 import deeptide
 from deeptide.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
-from deeptide.pipeline.elsewhere import Elsewhere
+from deeptide.pipeline.passing.elsewhere import Elsewhere
 from deeptide.tensor import team_of
-from deeptide.tensor.slices import slices_of
+from deeptide.tensor.cutting.slices import slices_of
 
 VOCABULARY, ROWS = 11, 2
 SPECS = [

@@ -118,6 +118,14 @@ class CheckIncludes(unittest.TestCase):
         (problem,) = check_includes.check_folders([*files, Path("src/io/one_more.h"), Path("src/io/writers/other.h")])
         self.assertIn("src/io: 13 subjects, at most 12", problem)
 
+    def test_refuses_packages_of_too_many_modules_but_for_the_public_ones(self):
+        names = ["__init__", *(f"part{n}" for n in range(13))]
+        self.assertEqual(check_includes.check_folders([Path(f"python/deeptide/{name}.py") for name in names]), [])
+        files = [Path(f"python/deeptide/tensor/{name}.py") for name in names]
+        self.assertEqual(check_includes.check_folders(files[:-1]), [])
+        (problem,) = check_includes.check_folders(files)
+        self.assertIn("python/deeptide/tensor: 13 subjects, at most 12", problem)
+
     def test_refuses_long_functions_of_both_languages(self):
         body = "  f();\n" * 59
         self.assertEqual(problems({"src/base/a.cc": OPENING + f"void g(int x) {{\n{body[7:]}}}\n"}), "")

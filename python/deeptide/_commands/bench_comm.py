@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from deeptide import _C
-from deeptide._world import find_world
+from deeptide._process.world import find_world
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

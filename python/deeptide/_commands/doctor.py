@@ -21,7 +21,7 @@ from statistics import mean
 from typing import Any
 
 from deeptide._commands.doctor_machine import Machine, measure
-from deeptide._run_record import Run
+from deeptide._commands.run_record import Run
 
 _STEPS = 3  # of every rank, whose mean counts
 _LIMIT_S = 120.0

@@ -16,7 +16,7 @@ import torch
 from deeptide import _C
 from deeptide._commands.bench_comm import _device as own_device
 from deeptide._commands.bench_comm import _no_lines_of_gloo
-from deeptide._world import find_world
+from deeptide._process.world import find_world
 
 _LINK_BYTES = 16 << 20
 _DRIVE = ("--io_size", "64M", "--io_parallel", "2", "--loops", "2")

@@ -8,7 +8,7 @@ import argparse
 import sys
 
 from deeptide._C import CheckpointError
-from deeptide._weights import import_checkpoint
+from deeptide._model.weights import import_checkpoint
 
 
 def main(arguments: list[str] | None = None) -> int:

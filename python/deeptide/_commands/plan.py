@@ -22,9 +22,9 @@ from deeptide import _C, zero
 from deeptide._C import ConfigError
 from deeptide._forecast.gpt import GPT, heads_for, width_for
 from deeptide._forecast.meshes import MeshChoice, Search, reason
+from deeptide._forecast.plan import Choice, MemoryPlan, MeshPlan, choices, plan
+from deeptide._forecast.plan_mesh import mesh_of
 from deeptide._forecast.steps import Rates
-from deeptide._plan import Choice, MemoryPlan, MeshPlan, choices, plan
-from deeptide._plan_mesh import mesh_of
 from deeptide.activations.choice import bytes_of
 from deeptide.config import load_config
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from deeptide._commands.report_page import make_page
-from deeptide._run_record import Run
+from deeptide._commands.run_record import Run
 
 
 def write_report(run: str | Path, other: str | Path | None = None, output: str | Path | None = None) -> Path:

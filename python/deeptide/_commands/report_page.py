@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
-from deeptide._run_record import Run
+from deeptide._commands.run_record import Run
 
 _COLOURS = ("#2563eb", "#ea580c")
 _PARTS: tuple[tuple[str, str, Callable[[dict[str, float]], float]], ...] = (

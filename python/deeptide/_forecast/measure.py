@@ -20,7 +20,7 @@ from deeptide import _C
 from deeptide._C import Config, ConfigError
 from deeptide.activations.choice import Measured
 from deeptide.activations.measure import Meter, watched
-from deeptide.tensor.split import split_model
+from deeptide.tensor.cutting.split import split_model
 from deeptide.tensor.team import Team
 
 _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # which torch's counter leaves out

@@ -16,8 +16,8 @@ from torch import nn
 from deeptide import _C
 from deeptide._C import Config, ConfigError
 from deeptide._forecast.measure import MicroBatch, Part, measured
+from deeptide._forecast.plan_mesh import Mesh, Parts, bounds_of, mesh_of, plans_of_stages
 from deeptide._forecast.steps import Order, Rates, Step, StepForecast, Transfer
-from deeptide._plan_mesh import Mesh, Parts, bounds_of, mesh_of, plans_of_stages
 from deeptide.activations.choice import Measured, size
 
 _MICRO_BATCHES = (1, 2, 4, 8)  # samples of one

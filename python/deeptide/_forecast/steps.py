@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, Protocol
 
 from deeptide._C import SimulatedStep, StageCosts
 from deeptide._forecast.measure import MicroBatch, Part
-from deeptide._plan_mesh import Mesh
+from deeptide._forecast.plan_mesh import Mesh
 from deeptide.activations.choice import peak
-from deeptide.pipeline.letters import HEADER_BYTES
+from deeptide.pipeline.passing.letters import HEADER_BYTES
 from deeptide.pipeline.schedules import SCHEDULES, published_idle_time, published_peak_activations, simulate
 
 _OPTIMIZER_BYTES = 30  # that AdamW reads and writes for each element it steps, with bf16 parameters

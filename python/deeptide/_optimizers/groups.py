@@ -14,9 +14,9 @@ import torch
 
 from deeptide import _C
 from deeptide._C import Config, ConfigError, HyperparameterInfo, Hyperparameters, OptimizerInfo
-from deeptide._log import say
 from deeptide._optimizers.muon import muon_groups
 from deeptide._optimizers.trial import kept_elsewhere, name_of, why_whole
+from deeptide._process.log import say
 
 if TYPE_CHECKING:
     from deeptide._optimizers.custom import PartStepper

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from deeptide import _initialize
 from deeptide._C import ConfigError, World
+from deeptide._engine import initialize as _initialize
 from deeptide._tuning.run_script import run_script
 from deeptide.engine import Engine
 

@@ -18,12 +18,13 @@ from typing import Any, NoReturn
 
 import torch
 
-from deeptide import _C, _initialize
+from deeptide import _C
 from deeptide._C import Config, ConfigError, World
-from deeptide._model import describe, device_of
+from deeptide._engine import initialize as _initialize
+from deeptide._forecast.plan import MemoryPlan
+from deeptide._model.describe import describe, device_of
+from deeptide._model.recomputation import recomputes, set_recomputation
 from deeptide._optimizers.groups import OptimizerPlan
-from deeptide._plan import MemoryPlan
-from deeptide._recomputation import recomputes, set_recomputation
 from deeptide._tuning.run_script import run_script
 from deeptide.engine import Engine
 
@@ -123,7 +124,7 @@ def _meshes(model: torch.nn.Module, world: World) -> list[dict[str, Any]]:
 
 
 def _why_no_pipeline(model: torch.nn.Module, stages: int) -> str:
-    from deeptide.pipeline.blocks import find_blocks
+    from deeptide.pipeline.cutting.blocks import find_blocks
 
     if _initialize.is_pipeline(model):
         return "the program cuts its PipelineModule itself"

@@ -73,7 +73,7 @@ def _is_cache(value: object) -> bool:
 
 def _repeatable(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that draws alike from DeepSpeed's tracker when it is called again."""
-    tracker = sys.modules.get("deeptide.as_deepspeed.rng_tracker")
+    tracker = sys.modules.get("deeptide.as_deepspeed.training.rng_tracker")
     return function if tracker is None else tracker.repeatable(function)
 
 

@@ -21,7 +21,7 @@ def blocks_of(model: torch.nn.Module, policy: str) -> dict[str, torch.nn.Module]
     cut = model.__dict__.get("_deeptide_cut")
     if cut is not None:
         return dict(cut.own_blocks)
-    from deeptide.pipeline.blocks import numbered_blocks
+    from deeptide.pipeline.cutting.blocks import numbered_blocks
 
     found = numbered_blocks(model)
     if not found:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from deeptide._C import ConfigError, StepResult
-from deeptide._log import say
-from deeptide._model import device_of
-from deeptide._recomputation import recomputes
+from deeptide._model.describe import device_of
+from deeptide._model.recomputation import recomputes
+from deeptide._process.log import say
 from deeptide.activations.again import Block
 from deeptide.activations.blocks import blocks_of, check_reach, give_back, take_over
 from deeptide.activations.choice import Choice, Measured, alike, budget_of, choose, peak, size

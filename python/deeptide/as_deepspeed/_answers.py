@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deeptide.as_deepspeed.zero_config import DeepSpeedZeroConfig, get_zero_config
+from deeptide.as_deepspeed.config.zero import DeepSpeedZeroConfig, get_zero_config
 
 if TYPE_CHECKING:
     from deeptide._C import Config

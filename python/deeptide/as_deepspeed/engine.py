@@ -15,13 +15,16 @@ import torch.distributed as dist
 
 from deeptide import _C
 from deeptide._C import Config, ConfigError, StepOutcome
-from deeptide._model import whole_afterwards
-from deeptide.as_deepspeed import NotSupportedError, _client_state, consolidate, groups
+from deeptide._model.describe import whole_afterwards
+from deeptide.as_deepspeed import NotSupportedError
 from deeptide.as_deepspeed._answers import CONSTANTS, KEYS, ZERO, EngineAnswers, answer
-from deeptide.as_deepspeed.batch_size import BatchSizeMethods
-from deeptide.as_deepspeed.names import ENGINE
-from deeptide.as_deepspeed.parameters import OffloadStandIn, is_zero_param, mark_model
-from deeptide.as_deepspeed.pipe_topology import (
+from deeptide.as_deepspeed.checkpoint import client_state as _client_state
+from deeptide.as_deepspeed.checkpoint import consolidate
+from deeptide.as_deepspeed.checkpoint.parameters import OffloadStandIn, is_zero_param, mark_model
+from deeptide.as_deepspeed.config.batch_size import BatchSizeMethods
+from deeptide.as_deepspeed.helpers import groups
+from deeptide.as_deepspeed.names.table import ENGINE
+from deeptide.as_deepspeed.pipe.topology import (
     PipeDataParallelTopology,
     PipelineParallelGrid,
     PipeModelDataParallelTopology,

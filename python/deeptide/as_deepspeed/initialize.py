@@ -13,17 +13,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deeptide import _C, _world
+from deeptide import _C
 from deeptide._C import ConfigError
-from deeptide._initialize import cut, is_pipeline, make_engine, tuned
-from deeptide._model import check_model, parameter_names
+from deeptide._engine.initialize import cut, is_pipeline, make_engine, tuned
+from deeptide._model.describe import check_model, parameter_names
 from deeptide._optimizers.groups import OptimizerPlan, plan_optimizer
+from deeptide._process import world
 from deeptide.as_deepspeed import NotSupportedError
-from deeptide.as_deepspeed.configuration import read_config
+from deeptide.as_deepspeed.checkpoint.parameters import OffloadStandIn, mark_model
+from deeptide.as_deepspeed.config.configuration import read_config
 from deeptide.as_deepspeed.engine import DeepSpeedEngine
-from deeptide.as_deepspeed.logging import set_log_level_from_string
-from deeptide.as_deepspeed.loss_scalers import EngineLossScale
-from deeptide.as_deepspeed.parameters import OffloadStandIn, mark_model
+from deeptide.as_deepspeed.helpers.logging import set_log_level_from_string
+from deeptide.as_deepspeed.training.loss_scalers import EngineLossScale
 
 # The engines without an optimizer, by their model: one that trains may take their place.
 _idle: weakref.WeakValueDictionary[int, DeepSpeedEngine] = weakref.WeakValueDictionary()
@@ -44,7 +45,7 @@ def init_distributed(
     """Makes torch's default process group, also for a world of one, as DeepSpeed does."""
     if dist.is_initialized():
         return
-    _world.init_distributed(
+    world.init_distributed(
         dist_backend,
         auto_mpi_discovery,
         distributed_port,
@@ -134,7 +135,7 @@ def initialize(
 def _kind_for(model: torch.nn.Module) -> type[DeepSpeedEngine]:
     if not is_pipeline(model):
         return DeepSpeedEngine
-    from deeptide.as_deepspeed.pipe_engine import PipelineEngine
+    from deeptide.as_deepspeed.pipe.engine import PipelineEngine
 
     return PipelineEngine
 

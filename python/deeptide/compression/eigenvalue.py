@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from deeptide._C import ConfigError
-from deeptide._log import say
+from deeptide._process.log import say
 
 
 @dataclasses.dataclass

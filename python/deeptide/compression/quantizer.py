@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deeptide._C import ConfigError
-from deeptide._log import say
+from deeptide._process.log import say
 from deeptide.compression.quantizers import quantize
 
 

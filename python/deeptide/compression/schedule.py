@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from deeptide._C import ConfigError
-from deeptide._log import say
+from deeptide._process.log import say
 from deeptide.compression.eigenvalue import Eigenvalue
 from deeptide.compression.layers import CompressedLayer, compressed_layers
 from deeptide.compression.section import read_older, read_section

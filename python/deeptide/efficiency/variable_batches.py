@@ -16,7 +16,7 @@ import torch.utils.data
 
 from deeptide import _C
 from deeptide._C import ConfigError
-from deeptide._log import say
+from deeptide._process.log import say
 from deeptide.efficiency.analyzer import DistributedDataAnalyzer
 from deeptide.efficiency.indexed_dataset import MMapIndexedDataset
 

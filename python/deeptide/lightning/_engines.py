@@ -14,7 +14,7 @@ import torch
 
 import deeptide
 from deeptide._C import ConfigError
-from deeptide._model import whole_afterwards
+from deeptide._model.describe import whole_afterwards
 from deeptide.engine import Engine
 
 TAG = "checkpoint"  # the engine's part of a checkpoint folder

@@ -11,21 +11,22 @@ from typing import Any, NoReturn
 
 import torch
 
-from deeptide import _C, _batches
+from deeptide import _C
 from deeptide._C import Config, ConfigError, PipelineSchedule, StepOutcome
-from deeptide._log import say
-from deeptide._reports import told
+from deeptide._engine import batches as _batches
+from deeptide._process.log import say
+from deeptide._process.reports import told
 from deeptide.data import RepeatingLoader
 from deeptide.engine import Engine
-from deeptide.pipeline import batches as micro_batches
-from deeptide.pipeline.bubble import Bubble, measured_bubble
-from deeptide.pipeline.cut import BlockCut, cut_of
-from deeptide.pipeline.digest import digest
+from deeptide.pipeline.cutting.cut import BlockCut, cut_of
+from deeptide.pipeline.cutting.digest import digest
 from deeptide.pipeline.errors import PipelineError
 from deeptide.pipeline.module import PipelineModule
-from deeptide.pipeline.plain_loop import ADVICE, PlainLoop
 from deeptide.pipeline.schedules import SCHEDULES, simulate
-from deeptide.pipeline.stage_run import StageRun
+from deeptide.pipeline.step import batches as micro_batches
+from deeptide.pipeline.step.bubble import Bubble, measured_bubble
+from deeptide.pipeline.step.plain_loop import ADVICE, PlainLoop
+from deeptide.pipeline.step.stage_run import StageRun
 
 
 def check_mesh(config: Config, model: torch.nn.Module) -> int:

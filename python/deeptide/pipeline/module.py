@@ -14,11 +14,11 @@ import torch.utils.checkpoint
 
 from deeptide import _C
 from deeptide._C import ConfigError
-from deeptide.pipeline.batches import split
+from deeptide.pipeline.cutting.ties import ties_of_layers
 from deeptide.pipeline.layers import LayerSpec, TiedLayerSpec
 from deeptide.pipeline.partition import bounds_of, num_trained
 from deeptide.pipeline.place import place
-from deeptide.pipeline.ties import ties_of_layers
+from deeptide.pipeline.step.batches import split
 
 
 def _recompute(function: Callable[..., Any], *args: Any) -> Any:
@@ -199,7 +199,7 @@ class PipelineModule(torch.nn.Module):
         """The topology that was given, or that of num_stages: axes pipe and data."""
         if self._given_topology is not None:
             return self._given_topology
-        from deeptide.as_deepspeed.pipe_topology import PipeDataParallelTopology
+        from deeptide.as_deepspeed.pipe.topology import PipeDataParallelTopology
 
         return PipeDataParallelTopology(self.num_stages, max(place(None)[1] // self.num_stages, 1))
 

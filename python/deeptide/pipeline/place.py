@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from deeptide import _C, _world
+from deeptide import _C
+from deeptide._process.world import init_distributed
 
 
 def place(world: _C.World | None) -> tuple[int, int]:
@@ -14,7 +15,7 @@ def place(world: _C.World | None) -> tuple[int, int]:
     if world is not None:
         return world.rank, world.size
     if dist.is_available() and not dist.is_initialized():
-        _world.init_distributed()
+        init_distributed()
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1

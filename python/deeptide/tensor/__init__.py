@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor parallelism: layers that neighbouring ranks share, and models as they are, cut by rule."""
 
+from deeptide.tensor.cutting.split import split_model
 from deeptide.tensor.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -9,7 +10,6 @@ from deeptide.tensor.layers import (
 )
 from deeptide.tensor.losses import vocab_parallel_cross_entropy
 from deeptide.tensor.sequence import cut_sequence, joined_sequence, sequence_parallel
-from deeptide.tensor.split import split_model
 from deeptide.tensor.team import Team, make_team, team_of
 
 __all__ = [

@@ -11,9 +11,9 @@ import torch
 
 from deeptide import _C
 from deeptide._C import Config, ConfigError, World
+from deeptide.tensor.cutting.slices import adding_names, slices_of
+from deeptide.tensor.cutting.split import split_model
 from deeptide.tensor.mpu import adopt
-from deeptide.tensor.slices import adding_names, slices_of
-from deeptide.tensor.split import split_model
 from deeptide.tensor.team import Team, make_team, team_of
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from deeptide.tensor.cutting.slices import Slice, cut_parameter
 from deeptide.tensor.functions import summed, to_team
-from deeptide.tensor.slices import Slice, cut_parameter
 from deeptide.tensor.team import Team
 
 # Transformers' styles, as of 5.x, of the two weights that all experts have together.

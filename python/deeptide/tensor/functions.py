@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from deeptide.pipeline.elsewhere import Elsewhere
-from deeptide.tensor.slices import Slice
+from deeptide.pipeline.passing.elsewhere import Elsewhere
+from deeptide.tensor.cutting.slices import Slice
 from deeptide.tensor.team import Team
 
 

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from deeptide._C import ConfigError
+from deeptide.tensor.cutting.slices import Slice, as_adding, cut_parameter
 from deeptide.tensor.functions import cut, joined, summed, to_team
 from deeptide.tensor.sequence import cut_sequence, joined_sequence
-from deeptide.tensor.slices import Slice, as_adding, cut_parameter
 from deeptide.tensor.team import Team
 
 

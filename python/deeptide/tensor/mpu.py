@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from deeptide._C import ConfigError, World
-from deeptide.tensor.slices import Slice
+from deeptide.tensor.cutting.slices import Slice
 from deeptide.tensor.team import Team, make_team
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from deeptide.pipeline.elsewhere import Elsewhere
-from deeptide.tensor.slices import as_adding
+from deeptide.pipeline.passing.elsewhere import Elsewhere
+from deeptide.tensor.cutting.slices import as_adding
 from deeptide.tensor.team import Team
 
 

@@ -59,7 +59,7 @@ def make_team(size: int, world: World | None = None, timeout_s: float = 600.0, s
     cut into. Errors: ConfigError if the ranks do not divide among such teams; CommError.
     """
     if world is None:
-        from deeptide._world import find_world
+        from deeptide._process.world import find_world
 
         world = find_world(None, torch.device("cpu"))[0]
     return Team(_C.TensorTeam(world, size, timeout_s, stages))

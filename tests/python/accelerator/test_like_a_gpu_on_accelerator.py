@@ -19,7 +19,7 @@ from conftest import run_processes
 from torch import nn
 
 import deeptide
-from deeptide._world import find_world
+from deeptide._process.world import find_world
 
 WIDTH = 256
 

@@ -128,7 +128,7 @@ def offload_optimizer():
 
 def run_ranks(size, function, *args, timeout=None):
     """Runs ranks like conftest's, but each process is one of the ranks, and every one gets the results of all."""
-    from deeptide._world import find_world
+    from deeptide._process.world import find_world
 
     assert size == dist.get_world_size()
     world, groups = find_world(None, torch.device("sim"))

@@ -325,7 +325,7 @@ def test_what_an_engine_does_not_have_is_named():
 
 def check_translation(folder):
     interface()
-    configuration = importlib.import_module("deeptide.as_deepspeed.configuration")
+    configuration = importlib.import_module("deeptide.as_deepspeed.config.configuration")
     given = {
         "steps_per_print": math.inf,
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "none"}},

@@ -12,7 +12,7 @@ import torch
 from conftest import run_ranks
 
 import deeptide
-from deeptide import _checkpoint
+from deeptide._engine import checkpoint as _checkpoint
 
 
 class Counting(torch.nn.Module):

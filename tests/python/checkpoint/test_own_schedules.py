@@ -11,6 +11,7 @@ from conftest import run_ranks
 from torch.optim import lr_scheduler
 
 import deeptide
+from deeptide.efficiency.variable_batches import lr_scheduler_for_variable_batch_size
 
 STEPS, FURTHER = 3, 6
 
@@ -34,6 +35,7 @@ SCHEDULES = {
     "CosineAnnealingWarmRestarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 4),
     "SequentialLR": sequence,
     "transformers": warmup_of_transformers,
+    "VariableBatchSizeLR": lambda optimizer: lr_scheduler_for_variable_batch_size(4, [2, 4, 8], None, optimizer),
 }
 
 
@@ -56,6 +58,7 @@ def interrupt(world, name, stage, folder):
 
     engine = start()
     train(engine, 0, STEPS)
+    engine.optimizer.param_groups[0]["lr"] *= 3  # by hand, for the next step
     engine.save_checkpoint(folder)
     expected = train(engine, STEPS, FURTHER)
     weights = engine.module_state_dict()

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import deeptide
-from deeptide import _C, _checkpoint
+from deeptide import _C
+from deeptide._engine import checkpoint as _checkpoint
 
 
 def read(path):

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import deeptide
-from deeptide.as_deepspeed._modules import resolve
-from deeptide.as_deepspeed.names import MODULES
+from deeptide.as_deepspeed.names.modules import resolve
+from deeptide.as_deepspeed.names.table import MODULES
 from deeptide.compression import (
     CompressionSchedule,
     init_compression,

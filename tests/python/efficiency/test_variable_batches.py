@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import deeptide
-from deeptide.as_deepspeed import data_pipeline
+from deeptide.as_deepspeed.training import data_pipeline
 from deeptide.efficiency import (
     MMapIndexedDataset,
     MMapIndexedDatasetBuilder,

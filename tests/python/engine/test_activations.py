@@ -422,7 +422,7 @@ def test_a_plan_leaves_the_budget_free(memory):
     made = deeptide.plan(models.make_model(), config, 2)
     assert made.activation_bytes == 1 << 20
     assert "Activations, at most 1.0 MiB per rank (activation_checkpointing.memory), and" in str(made)
-    from deeptide._plan import choices
+    from deeptide._forecast.plan import choices
 
     found = choices(models.make_model(), config, 4, machine=machine)
     assert found and all("less 4.0 MiB of activations" in choice.why_not for choice in found)

@@ -21,7 +21,7 @@ from torch import nn
 import deeptide
 from deeptide import _C
 from deeptide._commands import plan as plan_command
-from deeptide._plan import choices
+from deeptide._forecast.plan import choices
 
 GIB = 2**30
 

@@ -16,8 +16,8 @@ from deeptide._commands import plan as plan_command
 from deeptide._forecast import measure
 from deeptide._forecast.gpt import GPT
 from deeptide._forecast.meshes import Search
+from deeptide._forecast.plan_mesh import bounds_of
 from deeptide._forecast.steps import Order, Rates
-from deeptide._plan_mesh import bounds_of
 from deeptide.config import load_config
 from deeptide.pipeline.schedules import StageCosts, simulate
 

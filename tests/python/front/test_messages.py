@@ -10,7 +10,7 @@ import pytest
 from conftest import run_ranks
 
 import deeptide
-from deeptide._log import DeeptideWarning, say
+from deeptide._process.log import DeeptideWarning, say
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from deeptide._recomputation import recomputes, set_recomputation
+from deeptide._model.recomputation import recomputes, set_recomputation
 
 
 class Counter:

@@ -8,7 +8,7 @@ import models
 import pytest
 
 import deeptide
-from deeptide._arguments import get_config_from_args, get_lr_from_config, scheduler_of
+from deeptide._process.arguments import get_config_from_args, get_lr_from_config, scheduler_of
 
 
 def parse(*arguments):

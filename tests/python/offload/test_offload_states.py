@@ -11,7 +11,7 @@ from conftest import run_ranks
 from test_packed_states import train
 
 import deeptide
-from deeptide.as_deepspeed.configuration import OffloadDeviceEnum, OffloadStateTypeEnum
+from deeptide.as_deepspeed.config.configuration import OffloadDeviceEnum, OffloadStateTypeEnum
 
 STAGES = [0, 1, 2, 3]
 MIB = 1 << 20

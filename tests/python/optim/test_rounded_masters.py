@@ -9,7 +9,7 @@ from conftest import run_ranks
 
 import deeptide
 from deeptide import utils
-from deeptide.as_deepspeed.consolidate import get_fp32_state_dict_from_zero_checkpoint
+from deeptide.as_deepspeed.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
 
 STAGES = [0, 1, 2, 3]
 KINDS = {

@@ -10,7 +10,7 @@ from conftest import run_ranks
 from test_any_model import both, compare, load, recomputing, save
 
 import deeptide
-from deeptide.pipeline.blocks import find_blocks
+from deeptide.pipeline.cutting.blocks import find_blocks
 from deeptide.pipeline.errors import PipelineError
 
 # Gradients of weights that two stages use are added over the micro-batches first: all are within rounding, and where

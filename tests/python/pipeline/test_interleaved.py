@@ -13,7 +13,7 @@ from test_pipeline import STEPS, compare
 import deeptide
 from deeptide import pipeline
 from deeptide.pipeline import PipelineModule
-from deeptide.pipeline.bubble import measured_bubble
+from deeptide.pipeline.step.bubble import measured_bubble
 
 GAS = 5  # no multiple of the stages
 

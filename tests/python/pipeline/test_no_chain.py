@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import deeptide
-from deeptide.pipeline.cut import cut_of
-from deeptide.pipeline.elsewhere import Elsewhere, ElsewhereError
+from deeptide.pipeline.cutting.cut import cut_of
 from deeptide.pipeline.errors import PipelineError
+from deeptide.pipeline.passing.elsewhere import Elsewhere, ElsewhereError
 
 GAS = 2
 CURE = r"write (it|the model) as a deeptide\.pipeline\.PipelineModule"

@@ -147,7 +147,7 @@ def test_layers_are_recomputed_in_groups(pair):
 
 
 def by_topology(world):
-    from deeptide.as_deepspeed.pipe_topology import PipeDataParallelTopology, PipeModelDataParallelTopology
+    from deeptide.as_deepspeed.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
 
     model = PipelineModule(
         stages.layers(), topology=PipeDataParallelTopology(2, 2), loss_fn=stages.loss_of, world=world

@@ -12,8 +12,8 @@ import torch
 from conftest import run_ranks
 
 import deeptide
-from deeptide.pipeline import plain_loop
 from deeptide.pipeline.errors import PipelineError
+from deeptide.pipeline.step import plain_loop
 
 STEPS, GAS = 3, 3
 

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from torch.nn import functional as F
 
 from deeptide.pipeline.errors import PipelineError
-from deeptide.pipeline.set_aside import SetAside
+from deeptide.pipeline.step.set_aside import SetAside
 
 ROWS, INPUTS, OUTPUTS = 7, 33, 21
 CALLS = {

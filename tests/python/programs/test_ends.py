@@ -202,12 +202,12 @@ def test_a_child_forked_beside_a_thread_in_zero_init_can_listen_too():
     code = (
         "import os, signal, deeptide, torch\n"
         "deeptide.initialize\n"
-        "from deeptide import _changes\n"
-        "_changes._lock.acquire()\n"  # as a thread within zero.Init, at that very moment
+        "from deeptide._model import changes\n"
+        "changes._lock.acquire()\n"  # as a thread within zero.Init, at that very moment
         "child = os.fork()\n"
         "if child == 0:\n"
         "    signal.alarm(30)\n"
-        "    _changes.listen(print)\n"
+        "    changes.listen(print)\n"
         "    os._exit(0)\n"
         "assert os.waitpid(child, 0)[1] == 0\n"
     )

@@ -16,7 +16,7 @@ from models import batches, make_model
 import deeptide
 from deeptide._commands import doctor as doctor
 from deeptide._commands.doctor_machine import Machine, measure
-from deeptide._run_record import Run
+from deeptide._commands.run_record import Run
 
 MACHINE = Machine(flops=100e9, memory_bytes=10e9, link_bytes=1e9, write_bytes=1e9, read_bytes=2e9)
 BUSY = doctor.Step(

@@ -12,7 +12,7 @@ from models import batches, make_model
 
 import deeptide
 from deeptide._commands.report import main, write_report
-from deeptide._run_record import Run
+from deeptide._commands.run_record import Run
 
 
 def config_of(folder, name="run", **extra):

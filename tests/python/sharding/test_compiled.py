@@ -104,7 +104,8 @@ def reading_addresses():
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
 
-    from deeptide import _C, _compiled
+    from deeptide import _C
+    from deeptide._model import compiled
 
     pieces = []
 
@@ -128,7 +129,7 @@ def reading_addresses():
         pieces.append(graph)
         return aot(graph, inputs)
 
-    return (lambda graph, inputs: _compiled.compile_by_units(graph, inputs, compile_piece)), pieces
+    return (lambda graph, inputs: compiled.compile_by_units(graph, inputs, compile_piece)), pieces
 
 
 def in_pieces(kind):
@@ -236,11 +237,11 @@ def test_inductor_waits_for_values_on_their_way(kernels):
 
 
 def without_cuda_graphs():
-    from deeptide import _compiled
+    from deeptide._model import compiled
 
     for mode, expected in (("reduce-overhead", False), ("default", None)):
         asked = torch._TorchCompileInductorWrapper(mode, None, None)
-        found = _compiled._without_cuda_graphs(asked)
+        found = compiled._without_cuda_graphs(asked)
         assert found.config.get("triton.cudagraphs") == expected
         assert (found is asked) == (mode == "default") and found.config == {**asked.config, **found.config}
     assert torch._TorchCompileInductorWrapper("reduce-overhead", None, None).config["triton.cudagraphs"] is True

@@ -7,7 +7,7 @@ import torch
 
 import deeptide
 from deeptide.tensor import team_of
-from deeptide.tensor.slices import slices_of
+from deeptide.tensor.cutting.slices import slices_of
 
 MICRO, STEPS = 2, 3
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import deeptide
 from deeptide.tensor import mpu, team_of
 
-PRELOAD = ("deeptide.as_deepspeed.initialize", "deeptide.as_deepspeed.tensor_parallel", "deeptide.tensor.axis")
+PRELOAD = ("deeptide.as_deepspeed.initialize", "deeptide.as_deepspeed.training.tensor_parallel", "deeptide.tensor.axis")
 SIZE = 2
 
 

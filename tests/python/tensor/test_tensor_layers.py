@@ -17,7 +17,7 @@ from deeptide.tensor import (
     make_team,
     vocab_parallel_cross_entropy,
 )
-from deeptide.tensor.slices import Slice
+from deeptide.tensor.cutting.slices import Slice
 
 
 def seeded(kind, *args, **more):

@@ -10,8 +10,8 @@ from conftest import run_ranks
 
 import deeptide
 from deeptide.tensor import make_team, split_model, team_of
-from deeptide.tensor.plans import own_plan
-from deeptide.tensor.split import plan_for
+from deeptide.tensor.cutting.plans import own_plan
+from deeptide.tensor.cutting.split import plan_for
 
 transformers = pytest.importorskip("transformers")
 

@@ -155,7 +155,7 @@ std::vector<Key> data_sections() {
               })
           .switched_by("enabled"),
   };
-  for (Key& one : sections) one = std::move(one).read_by("data/curriculum.cc and python/deeptide/_less_work.py");
+  for (Key& one : sections) one = std::move(one).read_by("data/curriculum.cc and python/deeptide/_engine/less_work.py");
   return sections;
 }
 

@@ -35,7 +35,7 @@ Key activation_checkpointing_section() {
                      flag("cpu_checkpointing", false,
                           "deepspeed.checkpointing.configure(deepspeed_config=…) makes its checkpoint function keep "
                           "activations in CPU memory.")
-                         .read_by("python/deeptide/as_deepspeed/checkpointing.py"),
+                         .read_by("python/deeptide/as_deepspeed/training/checkpointing.py"),
                  });
 }
 

@@ -1,0 +1,227 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Configurations as libraries and scripts hand them to DeepSpeed: translated for Deeptide, each change told."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import enum
+import functools
+import json
+import math
+import os
+import re
+from typing import Any
+
+import torch
+
+from deeptide import _C
+from deeptide._C import Config, ConfigError
+from deeptide._process.log import say
+from deeptide.as_deepspeed.config.values import dict_raise_error_on_duplicate_keys
+from deeptide.config import load_config
+
+ADAM_OPTIMIZER = "adam"
+ADAMW_OPTIMIZER = "adamw"
+ADAGRAD_OPTIMIZER = "adagrad"
+LAMB_OPTIMIZER = "lamb"
+LION_OPTIMIZER = "lion"
+SGD_OPTIMIZER = "sgd"
+ONEBIT_ADAM_OPTIMIZER = "onebitadam"
+ONEBIT_LAMB_OPTIMIZER = "onebitlamb"
+ZERO_ONE_ADAM_OPTIMIZER = "zerooneadam"
+MUON_OPTIMIZER = "muon"
+DEEPSPEED_OPTIMIZERS = [ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LAMB_OPTIMIZER, LION_OPTIMIZER]
+DEEPSPEED_OPTIMIZERS += [ONEBIT_ADAM_OPTIMIZER, ONEBIT_LAMB_OPTIMIZER, ZERO_ONE_ADAM_OPTIMIZER, MUON_OPTIMIZER]
+TORCH_ADAM_PARAM = "torch_adam"
+ADAM_W_MODE, ADAM_W_MODE_DEFAULT = "adam_w_mode", True
+
+
+_STRING = r'("(?:[^"\\]|\\.)*")'
+_COMMENT = re.compile(_STRING + r"|//[^\n]*|/\*.*?\*/|#[^\n]*", re.DOTALL)
+_TRAILING = re.compile(_STRING + r"|,(?=\s*[}\]])", re.DOTALL)
+
+
+class ZeroStageEnum(enum.IntEnum):
+    """Which tensors ZeRO shards."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+
+
+class _TextEnum(str, enum.Enum):
+    """Members that print and format as their values, as Python 3.11's enum.StrEnum has them."""
+
+    __str__ = str.__str__
+
+    def __format__(self, format_spec: str) -> str:
+        return str.__format__(self, format_spec)
+
+
+class OffloadDeviceEnum(_TextEnum):
+    """The places where states may lie."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(_TextEnum):
+    """The states that engine.offload_states moves."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
+def as_dict(config: Any, args: object = None) -> dict[str, Any]:
+    """The configuration as a dictionary of the caller's, whatever form it was given in."""
+    if config is None:
+        config = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
+    elif getattr(args, "deepspeed_config", None) is not None and getattr(args, "deepspeed_config", None) != config:
+        load_config(config, args)  # which says that both were given
+    if isinstance(config, dict):
+        return config
+    if isinstance(config, Config):
+        return _parse(config.text, config.origin)
+    if isinstance(config, (str, os.PathLike)):
+        path = os.fspath(config)
+        if os.path.exists(path):
+            with open(path, encoding="utf-8") as file:
+                return _parse(file.read(), path)
+        try:
+            return _parse(base64.urlsafe_b64decode(path).decode("utf-8"), "<base64>")
+        except (ValueError, ConfigError):
+            pass
+    load_config(config, args)  # which says what is wrong with it
+    raise ConfigError(f"config: got {type(config).__name__}, expected a path, a dict or a base64 string")
+
+
+def _parse(text: str, origin: str) -> dict[str, Any]:
+    """A text of JSON, with comments where there are some, as a dictionary."""
+    try:
+        value = json.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)
+    except ConfigError:
+        raise
+    except ValueError:
+        # With comments or trailing commas. What is no JSON even without them, the core names by its line.
+        try:
+            value = json.loads(
+                _TRAILING.sub(lambda match: match[1] or "", _COMMENT.sub(lambda match: match[1] or " ", text)),
+                object_pairs_hook=dict_raise_error_on_duplicate_keys,
+            )
+        except ConfigError:
+            raise
+        except ValueError:
+            value = Config.from_text(text, origin) and {}
+    if not isinstance(value, dict):
+        raise ConfigError(f"{origin}: expected an object of keys in braces")
+    return value
+
+
+@functools.cache
+def _schema() -> dict[str, Any]:
+    properties: dict[str, Any] = json.loads(_C.config_json_schema())["properties"]
+    return properties
+
+
+def _set_dotted(config: dict[str, Any], key: str, value: Any) -> str:
+    """Writes "a.b": value to config["a"]["b"]; returns what was done."""
+    *sections, leaf = key.split(".")
+    at = config
+    for name in sections:
+        at = at.setdefault(name, {})
+        if not isinstance(at, dict):
+            return f"{key}: dropped, since {name} is no section"
+    if isinstance(value, float) and math.isfinite(value) and value != int(value):
+        value = int(value)
+    at[leaf] = value
+    return f"{key}: taken as {'.'.join(sections)}: {leaf} = {value}"
+
+
+def _without_cpu_offload(config: dict[str, Any]) -> list[str]:
+    """Takes offloading to the CPU out of a configuration for a machine whose model is there anyway."""
+    lines = []
+    zero = config.get("zero_optimization")
+    if isinstance(zero, dict):
+        for name in ("offload_optimizer", "offload_param"):
+            section = zero.get(name)
+            if isinstance(section, dict) and section.get("device") == "cpu":
+                del zero[name]
+                lines.append(f"zero_optimization.{name}: dropped: without a GPU everything is in the CPU's memory")
+    return lines
+
+
+def translate(given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """A copy of a configuration that Deeptide reads, and a line for each change that this took."""
+    config = copy.deepcopy(given)
+    lines = []
+    steps = config.get("steps_per_print")
+    if isinstance(steps, float) and not math.isfinite(steps):
+        del config["steps_per_print"]
+        lines.append("steps_per_print: inf, so no progress lines")
+    for key in [key for key in config if "." in key]:
+        value = config.pop(key)
+        if key.split(".")[0] in _schema():
+            lines.append(_set_dotted(config, key, value))
+        else:
+            lines.append(f"{key}: dropped: DeepSpeed ignores it as well")
+    for key in list(config):
+        if key not in _schema() and not key.startswith(("_", "//")):
+            del config[key]
+            lines.append(f"{key}: dropped, a key that DeepSpeed ignores as well")
+    if not torch.cuda.is_available():
+        lines += _without_cpu_offload(config)
+    if isinstance(config.get("log_level"), str):
+        config["log_level"] = config["log_level"].lower()
+    params = (config.get("optimizer") or {}).get("params")
+    if isinstance(params, dict) and params.pop("comm_backend_name", None) is not None:
+        lines.append("optimizer.params.comm_backend_name: dropped: signs travel by the engine's own groups")
+    return config, lines
+
+
+def read_config(config: Any, args: object = None) -> tuple[dict[str, Any], Config]:
+    """(the configuration as it was given, as a dictionary; what Deeptide read of it). Tells each translation once."""
+    given = as_dict(config, args)
+    translated, lines = translate(given)
+    if os.environ.get("RANK", "0") == "0":
+        for line in lines:
+            say(f"as deepspeed: {line}")
+    return given, load_config(translated)
+
+
+class DeepSpeedConfig:
+    """The values of a configuration that scripts read by attribute, resolved for the world that the ranks form."""
+
+    def __init__(self, config: Any, mpu: object = None, mesh_device: object = None) -> None:
+        self._param_dict, parsed = read_config(config)
+        self._parsed = parsed
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        sizes = parsed.batch_sizes(world)
+        self.train_batch_size = sizes.train
+        self.train_micro_batch_size_per_gpu = sizes.micro
+        self.gradient_accumulation_steps = sizes.accumulation
+        self.gradient_clipping = parsed.gradient_clipping
+        self.gradient_allreduce_op = str(self._param_dict.get("gradient_allreduce_op", "mean")).lower()
+        self.steps_per_print = parsed.steps_per_print
+        self.zero_config = parsed.zero
+        self.zero_optimization_stage = parsed.zero.stage
+        self.zero_enabled = parsed.zero.stage > 0
+        self.float16_config = self.fp16_config = self._param_dict.get("fp16", {})
+        self.bfloat16_config = self._param_dict.get("bf16", {})
+        self.fp16_enabled, self.bfloat16_enabled = parsed.fp16, parsed.bf16
+        self.optimizer_name = str((self._param_dict.get("optimizer") or {}).get("type", "")).lower() or None
+        self.optimizer_params = (self._param_dict.get("optimizer") or {}).get("params")
+        self.scheduler_name = parsed.scheduler.type or None
+        self.scheduler_params = (self._param_dict.get("scheduler") or {}).get("params")
+        self.zero_allow_untested_optimizer = True
+        self.dump_state = bool(self._param_dict.get("dump_state", False))
+
+    def print(self, name: str) -> None:
+        """Prints what was read."""
+        print(f"{name}:\n{json.dumps(self._param_dict, indent=2, default=str)}")

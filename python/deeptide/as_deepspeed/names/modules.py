@@ -1,0 +1,113 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the modules of `deepspeed` from the table of names: each name is looked up when it is first used."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, NoReturn
+
+from deeptide.as_deepspeed import INTERFACE_VERSION, NotSupportedError
+from deeptide.as_deepspeed.names.table import ALIASES, MODULES, Name, Status
+
+
+class MissingNameError(AttributeError):
+    """A name that this interface does not have."""
+
+
+class _RefusedType(type):
+    """The type of a class that stands for what is not here: it may be imported and compared with, not used."""
+
+    _text: str
+
+    def __call__(cls, *args: object, **kwargs: object) -> NoReturn:
+        raise NotSupportedError(cls._text)
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise NotSupportedError(cls._text)
+
+
+def refuse(module: str, name: str, note: str) -> type:
+    """A stand-in for a name that is known and not here."""
+    text = f"{module}.{name} is not supported by Deeptide: {note}"
+    return _RefusedType(name, (), {"_text": text, "__doc__": text, "__module__": module})
+
+
+def resolve(module: str, name: str, entry: Name) -> Any:
+    """The object that a name of the table stands for."""
+    if entry.status is Status.refused:
+        return refuse(module, name, entry.note)
+    home, _, attribute = entry.target.partition(":")
+    found = importlib.import_module(home)
+    for part in attribute.split(".") if attribute else ():
+        found = getattr(found, part)
+    return found
+
+
+def _submodule(full_name: str) -> str | None:
+    """The module that `full_name` stands for; None if there is none."""
+    if full_name in ALIASES:
+        return ALIASES[full_name]
+    known = full_name in MODULES or any(module.startswith(full_name + ".") for module in (*MODULES, *ALIASES))
+    return full_name if known else None
+
+
+def _lookup(module: str, names: dict[str, Any]) -> Callable[[str], Any]:
+    """The __getattr__ of a module."""
+
+    def look(name: str) -> Any:
+        entry = MODULES.get(module, {}).get(name)
+        if entry is not None:
+            value = resolve(module, name, entry)
+        elif (target := _submodule(f"{module}.{name}")) is not None:
+            value = importlib.import_module(target)
+        elif name.startswith("__"):
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        else:
+            raise MissingNameError(
+                f"{module}.{name} is not in Deeptide's interface of deepspeed {INTERFACE_VERSION}; "
+                "docs/from-deepspeed.md lists what is, and what to use instead"
+            )
+        if name != "mpu":  # which is another one after another initialize
+            names[name] = value
+        return value
+
+    return look
+
+
+def _fill(module: str, names: dict[str, Any]) -> None:
+    names["__getattr__"] = _lookup(module, names)
+    names["__all__"] = [name for name in MODULES.get(module, {}) if not name.startswith("_")]
+    names["__dir__"] = lambda: sorted({*names, *MODULES.get(module, {})})
+
+
+class _Finder:
+    """Finds and loads the modules of the table, after all other finders."""
+
+    def find_spec(
+        self, full_name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if not full_name.startswith("deepspeed.") or _submodule(full_name) is None:
+            return None
+        return importlib.machinery.ModuleSpec(full_name, self, is_package=True)  # type: ignore[arg-type]
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        target = ALIASES.get(spec.name)
+        return None if target is None else importlib.import_module(target)
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__name__ in MODULES or module.__name__ not in ALIASES:
+            _fill(module.__name__, module.__dict__)
+
+
+def install(names: dict[str, Any]) -> None:
+    """Fills the module `deepspeed` and makes those below it importable."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.append(_Finder())
+    _fill("deepspeed", names)

@@ -1,0 +1,331 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""A forward of a cut model on one stage: which blocks run, which are passed over, what comes in and what is handed on.
+
+Every stage runs the model's own program. Blocks of earlier stages are passed over and give tensors without bytes, as
+does what the first stage computes before them. At the first of its own blocks the stage puts in what the stage before
+handed on; at the first block of the next stage it ends, with what that block was called with.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, cast
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from deeptide.pipeline.cutting.digest import digest
+from deeptide.pipeline.errors import PipelineError
+from deeptide.pipeline.passing.elsewhere import Elsewhere, ElsewhereError, elsewhere_in, with_received
+from deeptide.pipeline.passing.hidden import Hidden
+from deeptide.pipeline.passing.letters import tensors_in
+
+_CURE = "such a model is no chain of blocks: write it as a deeptide.pipeline.PipelineModule"
+
+
+class _HandedOn(BaseException):
+    """Ends a forward where the next stage's blocks begin. No Exception: a model's own handlers must let it through."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__("a stage of a pipeline ends its forward here")
+        self.value = value
+
+
+class _NoDraws(TorchDispatchMode):
+    """Refuses random numbers, which would be others on each stage."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and next(elsewhere_in((args, kwargs)), None) is None:
+            raise ElsewhereError(
+                f"{func} draws random numbers before this stage's blocks, and each stage would draw others; draw them "
+                "in a block, or give them with the batch"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+class _Block:
+    """One block, as a passage knows it."""
+
+    def __init__(self, number: int, module: torch.nn.Module) -> None:
+        self.number = number
+        names = list(inspect.signature(module.forward).parameters)
+        self._first = names[0] if names else ""
+        self._hooks = [hooks for m in module.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self.outputs: dict[Any, Any] = {}  # of forwards that were passed over, by what they were called with
+
+    def is_observed(self) -> bool:
+        """Whether somebody looks at what happens inside it."""
+        return any(self._hooks)
+
+    def take_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, Any]]:
+        """(what a block is handed, what it is called with besides)."""
+        if args:
+            return args[0], (args[1:], kwargs)
+        return kwargs.get(self._first), ((), {key: value for key, value in kwargs.items() if key != self._first})
+
+    def put_in(self, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+        """The arguments with another value handed."""
+        return ((value, *args[1:]), kwargs) if args else (args, {**kwargs, self._first: value})
+
+
+class Passage:
+    """The forwards of one stage. names, parts: of each block; part p belongs to stage p % num_stages.
+
+    hidden: by number of a block that this stage has, what hides its values while another chunk passes over it.
+    carries: all that the next stage's first block is called with travels, since blocks are given more than the one
+    before returns, as a decoder's are; else what it is handed.
+    """
+
+    def __init__(
+        self, names: list[str], parts: list[int], num_stages: int, hidden: dict[int, Hidden], carries: bool
+    ) -> None:
+        self._names, self._parts, self._last, self._num_stages = names, parts, parts[-1], num_stages
+        self._hidden, self._carries = hidden, carries
+        self._here = -1  # the part that runs
+        self._is_running = False
+        self._received: Any = None
+        self._digest = 0
+        self._at = -1  # the last block that was called
+        self._has_begun = False  # an own block was called
+        self._known: set[Any] = set()  # signatures of forwards that were looked at
+        self._signature: Any = None
+        self._guard: _NoDraws | None = None
+        self._trains = False  # with gradients
+        self._has_ended = False  # at a block of the next stage
+
+    # -- a forward ----------------------------------------------------------------------------------------------------
+
+    def run(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], received: Any, part: int
+    ) -> Any:
+        """Returns what is handed on, or for the last part the model's output. `received`: of the part before.
+
+        Errors: PipelineError naming the block and what it needs, if the model is no chain of blocks.
+        """
+        self._here = part
+        self._received, self._digest = received if part > 0 else (None, 0)
+        self._at, self._has_begun, self._is_running = -1, False, True
+        try:
+            output = forward(*args, **kwargs)
+            self._check_end()
+            return _completed(output) if self._carries and self._here == self._last else output
+        finally:
+            self._is_running, self._received = False, None
+
+    def compute(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The innermost call of a forward: the model itself, up to where this stage ends."""
+        modes = module.training, torch.is_grad_enabled()
+        self._trains = torch.is_grad_enabled()
+        self._signature = (self._here, *modes, *map(_kind, args), *map(_named_kind, kwargs.items()))
+        self._has_ended = False
+        if self._here > 0 and self._signature not in self._known:
+            self._guard = _NoDraws()  # type: ignore[no-untyped-call, unused-ignore]
+            self._guard.__enter__()  # type: ignore[no-untyped-call, unused-ignore]
+        try:
+            output = module(*args, **kwargs)
+        except _HandedOn as end:
+            self._has_ended, output = True, end.value
+        except ElsewhereError as error:
+            raise PipelineError(f"{self._where()}: {error}; {_CURE}") from error
+        finally:
+            self._end_guard()
+        self._known.add(self._signature)
+        return output
+
+    def _end_guard(self) -> None:
+        guard, self._guard = self._guard, None
+        if guard is not None:
+            guard.__exit__(None, None, None)  # type: ignore[no-untyped-call, unused-ignore]
+
+    def _where(self) -> str:
+        chunk, stage = divmod(self._here, self._num_stages)
+        return f"stage {stage} of {self._num_stages}" + (f", chunk {chunk}" if self._last >= self._num_stages else "")
+
+    def _name(self, number: int) -> str:
+        return self._names[number]
+
+    def _check_end(self) -> None:
+        if self._here < self._last and not self._has_ended:
+            raise PipelineError(
+                f"{self._where()}: the model's forward ended without a block of the next stage, after "
+                f"{'none' if self._at < 0 else self._name(self._at)} of its blocks; {_CURE}"
+            )
+        self._check_begun()
+
+    def _check_begun(self) -> None:
+        if self._here > 0 and not self._has_begun:
+            raise PipelineError(f"{self._where()}: the model's forward called none of this stage's blocks; {_CURE}")
+
+    def check_output(self, what: str, value: Any) -> None:
+        """Errors: PipelineError if it holds anything of another stage."""
+        for tensor in elsewhere_in(value):
+            raise PipelineError(
+                f"{self._where()}: {what} depends on '{tensor.origin}' otherwise than through the chain of blocks, and "
+                "an earlier stage has that. A weight that is used before and after the blocks must be held by a module "
+                f"on either side (head.weight = embedding.weight); else {_CURE}"
+            )
+
+    # -- blocks -------------------------------------------------------------------------------------------------------
+
+    def enter(self, block: _Block, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A block is called."""
+        part = self._parts[block.number]
+        if _in_backward():
+            return self._again(block, call, args, kwargs)
+        if not self._is_running:
+            raise PipelineError(
+                f"{self._name(block.number)}: the model is cut into {self._num_stages} stages; call "
+                "engine.train_batch() and engine.eval_batch(), on all ranks"
+            )
+        if block.number <= self._at:
+            raise PipelineError(
+                f"{self._where()}: block {self._name(block.number)} was called after {self._name(self._at)}, expected "
+                f"each block once, in order; {_CURE}"
+            )
+        self._at = block.number
+        if part < self._here:
+            return self._pass_over(block, call, args, kwargs)
+        self._end_guard()
+        args, kwargs = with_received((args, kwargs)) if self._carries else (args, kwargs)
+        if part > self._here:
+            self._hand_on(block, args, kwargs)
+        if not self._has_begun:
+            self._has_begun = True
+            args, kwargs = self._begin(block, args, kwargs)
+        self._check_arguments(block, (args, kwargs))
+        return call(*args, **kwargs)
+
+    def _hand_on(self, block: _Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._check_begun()
+        handed, besides = block.take_apart(args, kwargs)
+        sent = _floats_in((args, kwargs)) if self._carries else handed
+        for tensor in elsewhere_in(sent):
+            raise ElsewhereError(f"what {self._name(block.number)} is called with depends on '{tensor.origin}'")
+        raise _HandedOn((sent, digest((block.number, besides), with_floats=False)))
+
+    def _begin(self, block: _Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+        """The arguments of the first own block, with what the stage before handed on."""
+        if self._here == 0:
+            return args, kwargs
+        is_alike = not self._carries or _take_in((args, kwargs), self._received)
+        args, kwargs = with_received((args, kwargs)) if self._carries else (args, kwargs)
+        handed, besides = block.take_apart(args, kwargs)
+        self._check_arguments(block, besides)
+        if not is_alike or self._digest != digest((block.number, besides), with_floats=False):
+            before = (self._here - 1) % self._num_stages
+            raise PipelineError(
+                f"{self._where()}: {self._name(block.number)} is called with other arguments than stage {before} ended "
+                "with, or in the place of another block: the stages' programs differ, as by a branch on the rank, "
+                "random numbers of Python or their batches"
+            )
+        if self._trains and not torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(self._received)):
+            raise ElsewhereError(
+                f"block {self._name(block.number)} is called without gradients though it is handed some, as by a "
+                "reentrant checkpoint around the call: give that use_reentrant=False"
+            )
+        if self._carries:
+            return args, kwargs
+        for tensor in elsewhere_in(handed):
+            tensor.handed = self._received  # type: ignore[attr-defined] # for a recomputation
+        return block.put_in(self._received, args, kwargs)
+
+    def _check_arguments(self, block: _Block, arguments: Any) -> None:
+        for tensor in elsewhere_in(arguments):
+            raise ElsewhereError(
+                f"block {self._name(block.number)} is called with a value besides what the block before it returns, "
+                f"which depends on '{tensor.origin}' of another stage"
+            )
+
+    def _again(self, block: _Block, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A checkpoint around the call computes it again, from the arguments that it had."""
+        if self._carries:
+            args, kwargs = with_received((args, kwargs))
+            return call(*args, **kwargs)
+        handed, _ = block.take_apart(args, kwargs)
+        for tensor in elsewhere_in(handed):
+            args, kwargs = block.put_in(tensor.handed, args, kwargs)  # type: ignore[attr-defined]
+        return call(*args, **kwargs)
+
+    def _pass_over(self, block: _Block, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A block of an earlier stage: its output without bytes, computed from shapes where they are new."""
+        handed, besides = block.take_apart(args, kwargs)
+        leaves = [*tree_leaves(handed), *(tensors_in(besides) if self._carries else ())]
+        shapes = [(leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        key = (self._signature, *map(str, shapes))
+        if key in block.outputs and self._signature in self._known and not block.is_observed():
+            return tree_map_only(Elsewhere, Elsewhere.again, block.outputs[key])  # `received` is of one micro-batch
+        origin = self._name(block.number)
+        handed = tree_map_only(torch.Tensor, lambda t: t if isinstance(t, Elsewhere) else Elsewhere(t, origin), handed)
+        args, kwargs = block.put_in(handed, args, kwargs)
+        hidden = self._hidden.get(block.number)
+        with torch.no_grad(), nullcontext() if hidden is None else hidden():
+            output = block.outputs[key] = call(*args, **kwargs)
+        return tree_map_only(Elsewhere, Elsewhere.again, output)
+
+
+def _floats_in(arguments: Any) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors_in(arguments) if tensor.is_floating_point()]
+
+
+def _take_in(arguments: Any, received: list[torch.Tensor]) -> bool:
+    """Gives tensors of other stages the values that came. False: their number or shapes are not those of the sender."""
+    floats = _floats_in(arguments)
+    if [tensor.shape for tensor in floats] != [tensor.shape for tensor in received]:
+        return False
+    for tensor, value in zip(floats, received, strict=True):
+        if isinstance(tensor, Elsewhere) and not tensor.is_held:
+            tensor.received = value
+    return True
+
+
+def _completed(output: Any) -> Any:
+    """A model's output with what was received in it, such as an encoder's last state."""
+    if isinstance(output, dict):
+        for key, value in output.items():
+            if isinstance(value, Elsewhere) and value.received is not None:
+                output[key] = value.received
+        return output
+    return with_received(output)
+
+
+def _kind(value: Any) -> Any:
+    """The kind of an argument, as far as it may change a model's program."""
+    return value if value is None or isinstance(value, (bool, int, str)) else type(value).__name__
+
+
+def _named_kind(item: tuple[str, Any]) -> Any:
+    return item[0], _kind(item[1])
+
+
+def stage_blocks(blocks: list[torch.nn.Module], passage: Passage) -> None:
+    """Makes each call of a block one of the passage's. The blocks' classes are derived from what they were."""
+    kinds: dict[type, type] = {}
+    for number, module in enumerate(blocks):
+        known = _Block(number, module)
+        kind = type(module)
+        if kind not in kinds:
+            kinds[kind] = _staged(kind, passage)
+        module.__class__ = kinds[kind]
+        module.__dict__["_deeptide_block"] = known
+
+
+def _staged(kind: type, passage: Passage) -> type:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return passage.enter(self._deeptide_block, super(made, self).__call__, args, kwargs)
+
+    names = {
+        "__call__": call,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+    }
+    made: Any = type(kind.__name__, (kind,), names)
+    return cast("type", made)

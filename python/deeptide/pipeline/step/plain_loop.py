@@ -1,0 +1,122 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""One micro-batch after another through all stages, as a program's own loop calls forward, backward and step."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from deeptide.engine import Engine
+from deeptide.pipeline.cutting.digest import digest
+from deeptide.pipeline.errors import PipelineError
+from deeptide.pipeline.passing.letters import tensors_in
+from deeptide.pipeline.passing.stand_ins import NUMBERS, describe, loss_in, stand_in
+from deeptide.pipeline.step import batches as micro_batches
+from deeptide.pipeline.step.stage_run import StageRun
+
+ADVICE = (
+    "the program's own loop runs one micro-batch at a time through the pipeline, and stages wait for each other; "
+    "engine.train_batch(iterator) computes the same and overlaps them"
+)
+
+
+class _Forward(NamedTuple):
+    """A forward whose backward is due: what came in, and what was handed on."""
+
+    inputs: list[torch.Tensor]
+    sent: list[torch.Tensor]
+
+
+class PlainLoop(StageRun):
+    """Each call is collective over the stages. A backward belongs to all forwards since the one before."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._forwards: list[_Forward] = []
+        self._owes = False  # gradients of tied weights that have not gone to their owner
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's output on the last stage, its loss on the others. Errors: ValueError if their batches differ."""
+        assert self._stage is not None and self._letters is not None
+        micro_batches.agree(self._stage, "", digest((args, kwargs), with_floats=True))
+        trains = torch.is_grad_enabled()
+        self._number += 1
+        if not self._ties.is_open:
+            self._ties.exchange_values(self._letters, self._number, trains)
+            self._ties.is_open = trains
+        received = self._receive("activation", 0, self._here - 1) if self._here > 0 else None
+        output = self._model.run_stage(self._forward_of_engine, (args, kwargs), received, 0)
+        if self._here < self._last:
+            self._send("activation", 0, output, self._here + 1)
+        else:
+            self._model.check_output(output if isinstance(output, torch.Tensor) else loss_in(output))
+        if trains:
+            sent = tensors_in(output) if self._here < self._last else []
+            inputs = [tensor for tensor in tensors_in(received) if tensor.requires_grad]
+            self._forwards.append(_Forward(inputs, [tensor for tensor in sent if tensor.requires_grad]))
+        return self._told(output)
+
+    def _told(self, output: Any) -> Any:
+        """The output, or what stands for it. All stages have come so far then."""
+        assert self._stage is not None
+        self._stage.meet()  # ranks that are behind still gather, and no longer once others exchange numbers
+        is_last = self._here == self._last
+        numbers = self._stage.exchange(describe(output) if is_last else [0.0] * NUMBERS)[-NUMBERS:]
+        self._stage.flush()
+        return output if is_last else stand_in(numbers, self._engine.device)
+
+    def backward(self, loss: torch.Tensor, scale_wrt_gas: bool) -> torch.Tensor:
+        """Takes all forwards since the last backward. Errors: PipelineError if there was none."""
+        assert self._stage is not None and self._letters is not None
+        forwards, self._forwards = self._forwards, []
+        if not forwards:
+            raise PipelineError(
+                "backward: there was no forward with gradients since the last backward, which took all of them; call "
+                "engine.backward() once for them, on the sum of their losses"
+            )
+        joins = self._engine.is_gradient_accumulation_boundary()
+        if self._here == self._last:
+            self._model.check_output(loss)
+            result = Engine.backward(self._engine, loss, scale_wrt_gas=scale_wrt_gas)
+        else:
+            self._backward_of(forwards, joins)
+            loss = loss.detach()
+            result = loss / self._engine.gradient_accumulation_steps() if scale_wrt_gas else loss
+        self._ties.add_gradients()
+        for number, forward in enumerate(forwards if self._here > 0 else ()):
+            self._send("gradient", number, [tensor.grad for tensor in forward.inputs], self._here - 1)
+        self._owes = not joins
+        if joins:
+            self._ties.send_gradients(self._letters, self._number)
+        self._stage.flush()
+        return result
+
+    def _backward_of(self, forwards: list[_Forward], joins: bool) -> None:
+        assert self._stage is not None and self._letters is not None
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for number, forward in enumerate(forwards):
+            gradients = self._receive("gradient", number, self._here + 1)
+            pairs += [(out, grad) for out, grad in zip(forward.sent, gradients, strict=True) if grad is not None]
+        if joins:
+            pairs += zip(*self._ties.take_gradients(self._letters, self._number), strict=True)
+        if pairs:
+            self._stage.backward([out for out, _ in pairs], [grad for _, grad in pairs])
+
+    def close(self) -> None:
+        """Before a step() of the engine."""
+        assert self._stage is not None and self._letters is not None
+        if not self._engine.is_gradient_accumulation_boundary():
+            return
+        if self._owes:  # the program set the boundary after its backward
+            parameters, gradients = self._ties.take_gradients(self._letters, self._number)
+            if parameters:
+                self._stage.backward(parameters, gradients)
+            self._ties.send_gradients(self._letters, self._number)
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets what was computed since the last step."""
+        self._forwards.clear()
+        self._owes = self._ties.is_open = False

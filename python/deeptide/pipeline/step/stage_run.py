@@ -1,0 +1,281 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""One stage's part of a step: receives, computes and sends as the schedule's list says."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from deeptide import _C
+from deeptide._C import PipelineSchedule, StageAction, StageInstruction
+from deeptide.engine import Engine
+from deeptide.pipeline.passing.letters import Letters, Subject, tensors_in
+from deeptide.pipeline.step.set_aside import Pairs, SetAside
+
+if TYPE_CHECKING:
+    from deeptide.pipeline.cutting.ties import Ties
+    from deeptide.pipeline.engine import PipelineEngine
+
+
+class StageModel(Protocol):
+    """A model on one stage, as a step needs it: a PipelineModule, or of a model cut by blocks."""
+
+    stage_id: int
+    num_stages: int
+    num_chunks: int
+    ties: Ties
+
+    def run_stage(self, forward: Callable[..., Any], inputs: Any, received: Any, chunk: int) -> Any:
+        """Returns what is handed on, or the last output. `forward`: the engine's; `inputs`: None where not read."""
+
+    def loss_of(self, output: Any, labels: Any) -> torch.Tensor:
+        """The scalar loss of the last stage's output."""
+
+    def trains(self, chunk: int) -> bool:
+        """Whether a chunk has a trained parameter of its own."""
+
+    def check_output(self, output: Any) -> None:
+        """Errors: PipelineError if an output that goes to the program holds anything of another stage."""
+
+
+_Piece = tuple[int, int]  # a micro-batch in a chunk of this stage: (chunk, micro-batch)
+
+_FORWARD = (StageAction.receive_activation, StageAction.forward, StageAction.send_activation)
+_OF_WEIGHTS = (StageAction.backward, StageAction.backward_weight)
+_SOURCES = {StageAction.receive_activation: -1, StageAction.receive_gradient: 1}  # parts before and after the own one
+
+
+class StageRun:
+    """Runs steps of one stage. `stage` is None where the pipeline has one stage alone.
+
+    The model's parts, in order, are chunk 0 of each stage, chunk 1 of each, and so on.
+    """
+
+    def __init__(self, engine: PipelineEngine, stage: _C.PipelineStage | None, model: StageModel) -> None:
+        self._engine, self._stage, self._model, self._ties = engine, stage, model, model.ties
+        self._letters = Letters(stage) if stage is not None else None
+        self._here, self._stages, self._chunks = model.stage_id, model.num_stages, model.num_chunks
+        self._last = self._stages - 1
+        self._number = 0  # of steps and evaluations so far
+        self._batches: list[tuple[Any, Any]] = []
+        self._final: _Piece = (0, 0)  # of the last backward
+        self._closing: set[_Piece] = set()  # whose backward the core is told of
+        self._losses: list[torch.Tensor] = []
+        # By piece: tensors that another stage sent, and those that it was sent.
+        self._received: dict[_Piece, Any] = {}
+        self._sent: dict[_Piece, Any] = {}
+        self._gradients: dict[_Piece, Any] = {}
+        self._inputs: dict[_Piece, list[torch.Tensor]] = {}
+        # If the schedule has gradients of weights apart. The first stage has nobody who waits for the others.
+        self._aside: SetAside | None = None
+        self._is_apart = False
+        self._waited = 0.0  # seconds, in this step
+        self.times = (0.0, 0.0)  # of the last step's instructions: seconds that they took and waited
+
+    def train(self, schedule: PipelineSchedule, batches: list[tuple[Any, Any]], count: int) -> list[torch.Tensor]:
+        """Runs one optimizer step; returns the losses of the last stage, none on the others."""
+        order = self._instructions(schedule, count)
+        self._prepare(batches, order, training=True)
+        actions = {
+            StageAction.receive_activation: self._receive_activation,
+            StageAction.forward: self._forward,
+            StageAction.send_activation: self._send_activation,
+            StageAction.receive_gradient: self._receive_gradient,
+            StageAction.backward: self._backward,
+            StageAction.backward_input: self._backward_input,
+            StageAction.backward_weight: self._backward_weight,
+            StageAction.send_gradient: self._send_gradient,
+        }
+        begin, self._waited = time.perf_counter(), 0.0
+        with self._engine.closing_pieces():
+            for instruction in order:
+                actions[instruction.action]((instruction.chunk, instruction.micro_batch))
+        self.times = time.perf_counter() - begin, self._waited
+        return self._losses
+
+    def evaluate(
+        self, batches: list[tuple[Any, Any]], count: int, compute_loss: bool
+    ) -> tuple[list[torch.Tensor], list[Any] | None]:
+        """Runs forwards alone; returns the last stage's losses and outputs."""
+        schedule = PipelineSchedule.gpipe if self._chunks == 1 else PipelineSchedule.interleaved
+        order = [each for each in self._instructions(schedule, count) if each.action in _FORWARD]
+        self._prepare(batches, order, training=False)
+        outputs = []
+        for instruction in order:
+            piece = instruction.chunk, instruction.micro_batch
+            if instruction.action == StageAction.receive_activation:
+                self._receive_activation(piece)
+            elif instruction.action == StageAction.send_activation:
+                self._send_activation(piece)
+                del self._sent[piece]
+                if instruction.micro_batch % self._stages == self._last and self._stage is not None:
+                    self._stage.flush()  # what was sent lies here until it is taken
+            else:
+                output = self._output(piece)
+                del self._inputs[piece]
+                if not self._is_last(piece[0]):
+                    self._sent[piece] = output
+                    continue
+                outputs.append(output)
+                if compute_loss:
+                    self._losses.append(self._loss(output, piece[1]))
+        return self._losses, outputs if self._here == self._last else None
+
+    def _instructions(self, schedule: PipelineSchedule, count: int) -> list[StageInstruction]:
+        return _C.stage_instructions(schedule, self._stages, count, self._here, self._chunks)
+
+    def _prepare(self, batches: list[tuple[Any, Any]], order: list[StageInstruction], training: bool) -> None:
+        self._number += 1
+        self._batches, self._losses = batches, []
+        backwards = [(each.chunk, each.micro_batch) for each in order if each.action in _OF_WEIGHTS]
+        self._final = backwards[-1] if backwards else (0, 0)
+        # A chunk without a trained parameter has no gradients to reduce. What would close last closes with the step.
+        trained = {chunk for chunk in range(self._chunks) if self._model.trains(chunk)}
+        closing = [piece for piece in backwards if piece[0] in trained]
+        self._closing = {*closing[:-1], self._final}
+        for held in (self._received, self._sent, self._gradients, self._inputs):
+            held.clear()  # of a step that failed
+        self._is_apart = any(each.action == StageAction.backward_weight for each in order)
+        self._aside = SetAside() if self._is_apart and self._here > 0 else None
+        if self._letters is None:
+            return
+        lends = training or not self._ties.is_open  # else what was lent for a step under way stays
+        due = Counter(self._ties.letters(training) if lends else {})
+        due.update(self._neighbour(each.chunk, _SOURCES[each.action])[0] for each in order if each.action in _SOURCES)
+        self._letters.begin(due, mixes=self._chunks > 1)
+        if lends:
+            self._ties.exchange_values(self._letters, self._number, training)
+        if self._aside is not None:
+            self._aside.begin(self._ties.lent())
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    def _part(self, chunk: int) -> int:
+        return chunk * self._stages + self._here
+
+    def _is_last(self, chunk: int) -> bool:
+        return self._part(chunk) == self._stages * self._chunks - 1
+
+    def _neighbour(self, chunk: int, distance: int) -> tuple[int, int]:
+        """(stage, chunk) of the part so far after that of an own chunk."""
+        chunk, stage = divmod(self._part(chunk) + distance, self._stages)
+        return stage, chunk
+
+    def _kind(self, kind: str, chunk: int) -> str:
+        return kind if self._chunks == 1 else f"{kind} for chunk {chunk}"
+
+    def _receive(self, kind: str, micro_batch: int, source: int) -> Any:
+        assert self._letters is not None
+        begin = time.perf_counter()
+        value = self._letters.receive(Subject(kind, micro_batch, self._number), source)
+        self._waited += time.perf_counter() - begin
+        return value
+
+    def _send(self, kind: str, micro_batch: int, tree: Any, to: int) -> None:
+        assert self._letters is not None
+        self._letters.send(Subject(kind, micro_batch, self._number), tree, to)
+
+    # -- instructions -------------------------------------------------------------------------------------------------
+
+    def _receive_activation(self, piece: _Piece) -> None:
+        source, _ = self._neighbour(piece[0], -1)
+        self._received[piece] = self._receive(self._kind("activation", piece[0]), piece[1], source)
+
+    def _output(self, piece: _Piece) -> Any:
+        chunk, micro_batch = piece
+        received = self._received.pop(piece) if self._part(chunk) > 0 else None
+        inputs = self._batches[micro_batch][0] if self._batches else None
+        self._inputs[piece] = tensors_in(received)
+        return self._model.run_stage(self._forward_of_engine, inputs, received, chunk)
+
+    def _forward_of_engine(self, *args: Any, **kwargs: Any) -> Any:
+        return Engine.forward(self._engine, *args, **kwargs)
+
+    def _loss(self, output: Any, micro_batch: int) -> torch.Tensor:
+        return self._model.loss_of(output, self._batches[micro_batch][1])
+
+    def _forward(self, piece: _Piece) -> None:
+        watch: AbstractContextManager[Any] = nullcontext() if self._aside is None else self._aside.forward()
+        with watch:
+            output = self._output(piece)
+            self._sent[piece] = self._loss(output, piece[1]) if self._is_last(piece[0]) else output
+
+    def _send_activation(self, piece: _Piece) -> None:
+        to, chunk = self._neighbour(piece[0], 1)
+        self._send(self._kind("activation", chunk), piece[1], self._sent[piece], to)
+
+    def _receive_gradient(self, piece: _Piece) -> None:
+        source, _ = self._neighbour(piece[0], 1)
+        self._gradients[piece] = self._receive(self._kind("gradient", piece[0]), piece[1], source)
+
+    def _backward(self, piece: _Piece) -> None:
+        self._differentiate(piece)
+        if self._part(piece[0]) == 0:
+            self._end(piece)
+
+    def _differentiate(self, piece: _Piece) -> None:
+        sent = self._sent.pop(piece)
+        if piece == self._final:
+            self._engine.await_the_end()
+        if self._is_last(piece[0]):
+            self._losses.append(sent.detach())
+            Engine.backward(self._engine, sent)
+        else:
+            self._backward_from(sent, self._gradients.pop(piece), piece)
+        self._ties.add_gradients()
+        if self._part(piece[0]) == 0:
+            del self._inputs[piece]
+
+    def _backward_from(self, sent: Any, gradients: list[torch.Tensor | None], piece: _Piece) -> None:
+        outputs = [tensor for tensor in tensors_in(sent) if tensor.requires_grad]
+        pairs = [(out, grad) for out, grad in zip(outputs, gradients, strict=True) if grad is not None]
+        assert self._stage is not None and self._letters is not None
+        if piece == self._final and self._aside is None:
+            pairs += zip(*self._ties.take_gradients(self._letters, self._number), strict=True)
+        if pairs:
+            self._stage.backward([out for out, _ in pairs], [grad for _, grad in pairs])
+
+    def _send_gradient(self, piece: _Piece) -> None:
+        gradients = [tensor.grad for tensor in self._inputs.pop(piece) if tensor.requires_grad]
+        to, chunk = self._neighbour(piece[0], -1)
+        self._send(self._kind("gradient", chunk), piece[1], gradients, to)
+        if not self._is_apart:
+            self._end(piece)
+
+    def _backward_input(self, piece: _Piece) -> None:
+        """The gradient that the stage before waits for. All those of parameters wait until they are complete."""
+        if self._aside is None:
+            self._differentiate(piece)
+            return
+        assert self._stage is not None
+        self._stage.hold(piece[1])
+        try:
+            with self._aside.backward(piece[1]):
+                self._differentiate(piece)
+        finally:
+            self._stage.hold(None)
+
+    def _backward_weight(self, piece: _Piece) -> None:
+        if self._aside is not None:
+            assert self._stage is not None and self._letters is not None
+            besides: Pairs = []
+            if piece == self._final:
+                besides += zip(*self._ties.take_gradients(self._letters, self._number), strict=True)
+            self._stage.give(piece[1])
+            for pairs in self._aside.gradients(piece[1], besides):
+                self._stage.backward([leaf for leaf, _ in pairs], [gradient for _, gradient in pairs])
+            self._ties.add_gradients()
+        self._end(piece)
+
+    def _end(self, piece: _Piece) -> None:
+        """After a backward, when its gradient is on its way, and the gradients of its weights are there."""
+        if piece == self._final and self._letters is not None:
+            self._ties.send_gradients(self._letters, self._number)
+        if piece in self._closing:
+            self._engine.close_piece()

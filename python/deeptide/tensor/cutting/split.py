@@ -1,0 +1,182 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Cuts a model, as it is, among the ranks of a team."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from deeptide import _C
+from deeptide._C import ConfigError
+from deeptide._process.log import say
+from deeptide.tensor.cutting import check as checks
+from deeptide.tensor.cutting.plans import (
+    ADDING,
+    COLUMN,
+    EXPERTS,
+    HEADS,
+    ROW,
+    VOCABULARY,
+    Plan,
+    experts_of,
+    own_plan,
+    plan_of_specs,
+)
+from deeptide.tensor.cutting.rule import adapt_sizes, rule_plan
+from deeptide.tensor.cutting.slices import as_adding
+from deeptide.tensor.experts import as_sliced_experts, divides
+from deeptide.tensor.layers import as_column, as_heads, as_row, as_vocabulary, features_of, is_linear
+from deeptide.tensor.team import Team, team_of
+
+_HEADS = ("num_attention_heads", "num_key_value_heads", "n_head")
+
+
+def split_model(
+    model: nn.Module,
+    team: Team,
+    layer_specs: Sequence[Any] = (),
+    use_rule: bool = True,
+    check: bool = True,
+    example: dict[str, Any] | None = None,
+) -> nn.Module:
+    """Leaves this rank's slices in the model, whose parameters stay the same objects; returns it. Collective.
+
+    What is cut: the model's own plan (Transformers' _tp_plan), else attention and MLP by names; layer_specs, as
+    DeepSpeed's tensor_parallel.partition_config has them, change it, or are all there is with use_rule=False. The first
+    rank's values count. check: compares a small forward with the whole model's: of `example`, keyword arguments, or of
+    a few words for Transformers' models. Errors: ConfigError, before anything is changed but where the check fails.
+    """
+    if team_of(model) is not None:
+        raise ConfigError("split_model: layers of the model are cut already")
+    plan, is_own = plan_for(model, layer_specs, use_rule)
+    if is_own:
+        plan = _without_odd_experts(model, plan, team)
+    check_plan(model, plan, team.size)
+    deferred = _share_values(model, team)
+    inputs = (example or checks.example_of(model)) if check and not deferred else None
+    whole = checks.outputs_of(model, inputs) if inputs is not None else None
+    _apply(model, plan, team)
+    if not is_own:
+        adapt_sizes(model, plan, team.size)
+    if whole is not None and inputs is not None:
+        checks.compare(whole, checks.outputs_of(model, inputs), next(model.parameters()).dtype)
+    elif check and not deferred and team.index == team.data_rank == 0:
+        checks.tell_unchecked(model)
+    return model
+
+
+def _without_odd_experts(model: nn.Module, plan: Plan, team: Team) -> Plan:
+    """Experts that are not cut are told of."""
+    modules = dict(model.named_modules())
+    odd = {path for path, cut in plan.items() if cut.kind == EXPERTS and not divides(modules[path], team.size)}
+    whole = [path for path in experts_of(model) if path in odd or path not in plan]
+    if whole and team.index == team.data_rank == 0:
+        by_eights = f"its inner features do not divide among {team.size} ranks by eights"
+        why = by_eights if odd else "its weights have another form"
+        say(f"tensor: '{whole[0]}' and others stay whole, since {why}; ZeRO shards them over the stage's ranks")
+    return {path: cut for path, cut in plan.items() if path not in odd}
+
+
+def _share_values(model: nn.Module, team: Team) -> bool:
+    """Gives all ranks the first one's values. Returns whether some are deferred, which the engine makes and shares."""
+    tensors = [*model.parameters(), *model.buffers()]
+    ready = [tensor for tensor in tensors if not _C.is_deferred(tensor)]
+    for tensor in ready:
+        team.core.broadcast(tensor.detach(), "start")
+    return len(ready) < len(tensors)
+
+
+def plan_for(model: nn.Module, layer_specs: Sequence[Any] = (), use_rule: bool = True) -> tuple[Plan, bool]:
+    """(what is cut, whether it is the model's own plan). Errors: ConfigError if there is none."""
+    own = own_plan(model) if use_rule else {}
+    begin = own or (rule_plan(model) if use_rule and not layer_specs else {})
+    plan = plan_of_specs(model, layer_specs, begin)
+    if not plan:
+        raise ConfigError("tensor_parallel.partition_config names no layer to cut; add layer_specs")
+    return _with_ties(model, plan), bool(own)
+
+
+def _with_ties(model: nn.Module, plan: Plan) -> Plan:
+    """An embedding and a head that share their weight are cut together. Errors: ConfigError for other ties."""
+    plan = dict(plan)
+    modules = dict(model.named_modules())
+    users: dict[int, list[str]] = {}
+    for path, module in modules.items():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                users.setdefault(id(parameter), []).append(path)
+    for paths in users.values():
+        cut = [path for path in paths if path in plan and plan[path].kind != ADDING]
+        paths = [path for path in paths if not any(inner.startswith(f"{path}.") for inner in cut)]  # its owner's name
+        if not cut or len(paths) == len(cut):
+            continue
+        for path in set(paths) - set(cut):
+            module = modules[path]
+            if isinstance(module, nn.Embedding) and plan[cut[0]].kind in (COLUMN, VOCABULARY):
+                plan[path] = type(plan[cut[0]])(VOCABULARY)
+            elif is_linear(module) and plan[cut[0]].kind == VOCABULARY:
+                plan[path] = type(plan[cut[0]])(COLUMN, True)
+            else:
+                raise ConfigError(
+                    f"'{cut[0]}' is cut, and its weight is also that of '{path}', a {type(module).__name__}, which is "
+                    'not; leave the former whole by "skip" in tensor_parallel.partition_config'
+                )
+    return plan
+
+
+def check_plan(model: nn.Module, plan: Plan, size: int) -> None:
+    """Everything that can be known before a parameter changes."""
+    config = getattr(model, "config", None)
+    config = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
+    for name in _HEADS:
+        heads = getattr(config, name, None)
+        if isinstance(heads, int) and heads % size:
+            raise ConfigError(
+                f"the model's {name} is {heads}, which does not divide among {size} ranks; take parallel.tensor that "
+                f"divides it: {', '.join(str(n) for n in range(1, heads + 1) if heads % n == 0)}"
+            )
+    modules = dict(model.named_modules())
+    for path, cut in plan.items():
+        module = modules[path]
+        if isinstance(module, nn.Embedding) and cut.kind == HEADS and module.embedding_dim % size:
+            raise ConfigError(
+                f"'{path}' has a number for each of {module.embedding_dim} heads, which do not divide among {size} "
+                "ranks; take parallel.tensor that divides them"
+            )
+        if cut.kind in (COLUMN, ROW) and not is_linear(module):
+            raise ConfigError(f"'{path}' is to be cut, and is a {type(module).__name__}; expected a linear layer")
+        if cut.kind in (COLUMN, ROW) and not cut.meets_whole:
+            features = features_of(module)[1 if cut.kind == COLUMN else 0]
+            for block in cut.blocks or (features,):
+                if block % size:
+                    raise ConfigError(
+                        f"'{path}' has {block} {'outputs' if cut.kind == COLUMN else 'inputs'}, which do not divide "
+                        f'among {size} ranks; choose another parallel.tensor, or leave it whole by "skip" in '
+                        "tensor_parallel.partition_config"
+                    )
+
+
+def _apply(model: nn.Module, plan: Plan, team: Team) -> None:
+    modules = dict(model.named_modules())
+    for path, cut in plan.items():
+        module = modules[path]
+        if cut.kind == COLUMN:
+            as_column(module, team, cut.meets_whole, cut.blocks)
+        elif cut.kind == ROW:
+            as_row(module, team, cut.meets_whole, cut.blocks)
+        elif cut.kind == EXPERTS:
+            as_sliced_experts(module, team)
+        elif cut.kind == HEADS:
+            assert isinstance(module, nn.Embedding)
+            as_heads(module, team)
+        elif cut.kind == VOCABULARY:
+            assert isinstance(module, nn.Embedding)
+            as_vocabulary(module, team)
+        else:
+            as_adding(module, team)
+
+
+__all__ = ["check_plan", "plan_for", "split_model"]
