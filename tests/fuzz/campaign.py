@@ -21,6 +21,7 @@ from runner import Runner
 from shrink import Shrinker, judged
 
 PIPELINES = 5  # of so many seeds, the last one's program is a pipeline
+PROGRAMS_PER_PROCESS = 100  # the oracle's memory grows from program to program, some 15 MiB each
 _runner = None
 
 
@@ -101,7 +102,10 @@ class Campaign:
         """Returns whether every program gave what plain torch gives."""
         jobs = self.options.jobs
         context = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(jobs, context, start, (self.options.patience,)) as pool:
+        pool = concurrent.futures.ProcessPoolExecutor(
+            jobs, context, start, (self.options.patience,), max_tasks_per_child=PROGRAMS_PER_PROCESS
+        )
+        with pool:
             running = {future for _ in range(jobs) if (future := self._submit(pool))}
             known = [pool.submit(try_open, path) for path in sorted(OPEN.glob("*.json"))]
             while running:
