@@ -53,7 +53,7 @@ def begin_by_tp_model_init():
     model = models.make_model()
     config = {**models.config(1, micro=cut.MICRO), "tensor_parallel": {"autotp_size": SIZE}}
     config["tensor_parallel"]["partition_config"] = {"use_default_specs": False, "layer_specs": cut.SPECS}
-    assert deepspeed("tensor_parallel").tp_model_init(model, SIZE, torch.float32, config) is model
+    assert deepspeed("training.tensor_parallel").tp_model_init(model, SIZE, torch.float32, config) is model
     assert team_of(model).size == SIZE
     assert model.h[0].up.weight.shape == (30, 20)
     engine = deepspeed("initialize").initialize(model=model, config=config)[0]
@@ -161,12 +161,12 @@ class Dropped(nn.Module):
 
     def forward(self, x):
         x = F.dropout(x, 0.5)
-        with deepspeed("checkpointing").get_cuda_rng_tracker().fork():
+        with deepspeed("training.checkpointing").get_cuda_rng_tracker().fork():
             return F.dropout(x, 0.5)
 
 
 def begin_by_seeds():
-    checkpointing = deepspeed("checkpointing")
+    checkpointing = deepspeed("training.checkpointing")
     deepspeed("initialize").init_distributed()
     checkpointing.configure(mpu_=Mpu())
     checkpointing.model_parallel_cuda_manual_seed(7)
