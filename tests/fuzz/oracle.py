@@ -165,9 +165,11 @@ def _check_shares(life, act):
 def _local(life, rank, act):
     parameter = rank.parameter(act["name"]) if "name" in act and pick(act.get("on", True), rank.rank) else None
     in_its_place = act.get("name") in rank.put_aside  # the program's own memory
-    reads = is_raw(act) and parameter is not None and (parameter.numel() or act.get("way") == "share")  # of a storage
-    if reads and life.gated and not in_its_place:
-        return RAW
+    if is_raw(act) and parameter is not None and life.gated and not in_its_place:
+        if parameter.numel():
+            return RAW
+        if act.get("way") == "share":  # reads the storage
+            raise UndefinedError("whether a parameter without elements lies in a unit with others, and is sharded")
     try:
         return rank.perform(act)
     except DocumentedError as difference:

@@ -133,7 +133,7 @@ class Judge:
         """Stages 0 and 1 add micro-batches first, 2 and 3 ranks first; some acts differ in meaning by setting."""
         phases = self.program["phases"]
         acts = [act for phase in phases for act in phase["acts"]]
-        special = {"boundary", "no_sync"} & {act["act"] for act in acts}
+        special = {"boundary", "no_sync", "add_left_out"} & {act["act"] for act in acts}
         special = special or any(is_raw(act) or act.get("way") in UNCOUNTED for act in acts)
         traits = traits_of(self.program, setting) if special else ()
         quantized = tuple(quantized_in(phase, setting.of(phase)) for phase in phases)
