@@ -11,9 +11,9 @@ class Raises(NamedTuple):
     kinds: tuple[str, ...]
     pattern: str
 
-    def __or__(self, other: "Raises") -> "Raises":
-        """Either of both."""
-        return Raises((*self.kinds, *other.kinds), f"{self.pattern}|{other.pattern}")
+    def __or__(self, other: "Raises | None") -> "Raises":
+        """Either of both; this one where there is no other."""
+        return self if other is None else Raises((*self.kinds, *other.kinds), f"{self.pattern}|{other.pattern}")
 
 
 class UndefinedError(Exception):

@@ -378,8 +378,7 @@ def rebuild(life, act, saves, but=()):
     kept = OWN_REBUILT if life.keeps_own_states() else IN_FILES if in_files else None
     within = life.micro_steps % life.phase["gas"] and life.override is None
     if within or any(rank.sums for rank in life.ranks):
-        of_another = REBUILD_OF_ANOTHER | kept if kept else REBUILD_OF_ANOTHER  # as in offload_states
-        life.enter(lambda rank: NOT_REBUILT if within or rank.sums else of_another)
+        life.enter(lambda rank: NOT_REBUILT if within or rank.sums else REBUILD_OF_ANOTHER | kept)
     life.enter(lambda rank: kept)
     return counters(life, act, saves)
 
@@ -395,7 +394,7 @@ def offload_states(life, act, saves):
             return AWAY
         if not unsafe:
             return moved
-        return NOT_MOVED if rank.sums or not moved else NOT_MOVED | moved  # a rank without gradients may come to it
+        return NOT_MOVED if rank.sums else NOT_MOVED | moved  # a rank without gradients may come to its own reason
 
     life.enter(answer)
     life.away = True

@@ -211,9 +211,9 @@ def _restore_schedule(private: dict[str, Any], engine: Engine, rates_too: bool) 
         plain = private["plain_scheduler"]
         state = _restore_notes(plain["values"], plain["notes"])["scheduler"]
     groups = getattr(getattr(schedule, "optimizer", engine.optimizer), "param_groups", [])
-    rates = [group["lr"] for group in groups]
+    rates = [(group, group["lr"]) for group in groups if rates_too and "lr" in group]
     schedule.load_state_dict(state)
-    for group, rate in zip(groups, rates, strict=True) if rates_too else ():
+    for group, rate in rates:
         group["lr"] = rate
 
 
