@@ -8,7 +8,7 @@ three runs in a row each takes another third. What a change touched runs whole, 
 again at most: those with the most changed files.
 
 turn    prints 0, 1 or 2
-tests   prints the test files of tests/python that changed
+tests   prints the test files of tests/python that changed, or that read sources which did
 layers  prints the layers whose tests the sanitizers run
 
 Fixtures, CI's own script and this one belong to all tests, as much of the product does; a third of everything meets a
@@ -23,6 +23,7 @@ import tidy
 
 TURNS = 3
 OF_ALL_LAYERS = ("CMakeLists.txt", "cmake/")  # flags, by which any layer is built
+READS_SOURCES = {"tests/python/front/test_stub.py": "python/deeptide/"}  # a test, and the sources that it reads
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -41,9 +42,11 @@ def turn() -> int:
 
 
 def changed_tests() -> list[str]:
-    """Returns the changed test files of tests/python."""
-    changed = tidy.changed_files(("tests/python/",))
-    return sorted(name for name in changed if name.rpartition("/")[2].startswith("test_"))
+    """Returns the test files of tests/python that changed, or whose sources did."""
+    changed = tidy.changed_files(("tests/python/", *READS_SOURCES.values()))
+    tests = {name for name in changed if name.rpartition("/")[2].startswith("test_")}
+    readers = {test for test, read in READS_SOURCES.items() if any(name.startswith(read) for name in changed)}
+    return sorted(tests | readers)
 
 
 def layers_of_turn() -> list[str]:

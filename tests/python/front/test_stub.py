@@ -34,26 +34,26 @@ _STUBTEST_ALLOWS = r"""
 deeptide\._C_(checkpoint|curriculum|memory|parallel|reports)
 # functools.cache: its type has lost the parameters that inspect still finds
 deeptide\._optimizers\.groups\.(_table_of|keys_of)
-deeptide\._compiled\.(_say_once|_serve_compiled_graphs)
+deeptide\._model\.compiled\.(_say_once|_serve_compiled_graphs)
 deeptide\._commands\.explain\.pattern_of
-deeptide\._publishing\._watch_forks
+deeptide\._model\.publishing\._watch_forks
 deeptide\.accelerator\.get_accelerator
-deeptide\.as_deepspeed\.configuration\._schema
-deeptide\.as_deepspeed\.helpers\._say_leaves
+deeptide\.as_deepspeed\.config\.configuration\._schema
+deeptide\.as_deepspeed\.helpers\.small\._say_leaves
 # Classes and functions that a table names
-deeptide\.as_deepspeed\.op_builders\.\w+Builder
-deeptide\.as_deepspeed\.config_values\.get_\w+
+deeptide\.as_deepspeed\.helpers\.op_builders\.\w+Builder
+deeptide\.as_deepspeed\.config\.values\.get_\w+
 # mypy takes another's decorated function for a variable
-deeptide\.as_deepspeed\.flat\.LinearFunctionForZeroStage3\.apply
+deeptide\.as_deepspeed\.helpers\.flat\.LinearFunctionForZeroStage3\.apply
 # A base of torch under another name
 deeptide\._commands\.export_layouts\._ReadLater
 # A class inside a function
-deeptide\._compiled\.PieceCompiler@\d+
+deeptide\._model\.compiled\.PieceCompiler@\d+
 # enum gives its classes a __new__ of its own
-deeptide\.as_deepspeed\.configuration\.(_TextEnum|Offload\w+Enum)\.__new__
+deeptide\.as_deepspeed\.config\.configuration\.(_TextEnum|Offload\w+Enum)\.__new__
 # Lightning is optional
 deeptide\.lightning.*
-deeptide\.as_deepspeed\.logging\.(_once|warning_once)
+deeptide\.as_deepspeed\.helpers\.logging\.(_once|warning_once)
 """
 
 
