@@ -28,8 +28,9 @@ reverse order; a step begins at a barrier and ends on the slower rank. Differenc
 95 % interval (the sign test's); of a step's time, and of the time of processors that both ranks' threads took, which
 does not count what else the machine does. "nothing" compares two plain engines: what noise makes of no difference.
 "off": every observer's section is there, with enabled false. Files lie in the folder for temporary files. "top" has one
-engine, which `deeptide top` asks twice a second for some seconds at a time; its turns pair steps in order."""
-LOOKING = (6, 16)  # seconds that `top` runs, and that it does not: a rank tells for ten seconds after the last question
+engine, which `deeptide top` asks once a second, its usual rate, for some seconds at a time; its turns pair steps in
+order."""
+LOOKING = (12, 22)  # seconds that `top` runs, and that it does not: a rank tells for ten seconds after the last question
 
 
 def parse_arguments():
@@ -57,7 +58,7 @@ def run_looked_at(command, timeout):
         with log.open("w") as out, subprocess.Popen(words, stdout=out, stderr=out, env=environment) as job:
             end = time.monotonic() + timeout
             while job.poll() is None and time.monotonic() < end:
-                look = [launcher, "top", str(job.pid), "--json", "--every", "0.5", "-n", str(2 * LOOKING[0])]
+                look = [launcher, "top", str(job.pid), "--json", "-n", str(LOOKING[0])]
                 subprocess.run(look, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=60)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     job.wait(LOOKING[1])
