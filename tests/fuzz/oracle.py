@@ -130,14 +130,15 @@ def _check_defined(life, act, avoid):
     persists = life.phase["config"].get("zero", {}).get("stage3_param_persistence_threshold")
     if life.gated and persists and (is_raw(act) or act.get("way") in UNCOUNTED):
         raise UndefinedError("which parameters are small enough to be kept whole")
-    goes_unnoticed = act["act"] == "write" and (act["way"] == "numpy" or act["way"] in UNCOUNTED) and life.whole
+    untold = act.get("way") == "numpy" or act.get("way") in UNCOUNTED
+    goes_unnoticed = act["act"] == "write" and untold and life.whole
     if goes_unnoticed and is_low(life.phase) and life.keeps_own_states():
         raise UndefinedError("whether a step of the program's own optimizer publishes what it did not update")
     if is_packed(life.phase) and act["act"] in ("write", "swap"):
         raise UndefinedError("how much of a packed master a write leaves: tests/python/optim/test_packed_states.py")
     _check_shares(life, act)
     _check_recomputed(life, act)
-    if act.get("way") in UNCOUNTED and any(_has_own_loss(life, slot) for rank in life.ranks for slot in rank.losses):
+    if untold and any(_has_own_loss(life, slot) for rank in life.ranks for slot in rank.losses):
         raise UndefinedError("the gradient of a weight that was written since its forward, and of which nothing tells")
     if life.away and act["act"] not in ("clone", "read_raw") and act.get("mode", "train") == "train":
         raise UndefinedError("what trains while states are away")
