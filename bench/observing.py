@@ -30,7 +30,7 @@ does not count what else the machine does. "nothing" compares two plain engines:
 "off": every observer's section is there, with enabled false. Files lie in the folder for temporary files. "top" has one
 engine, which `deeptide top` asks once a second, its usual rate, for some seconds at a time; its turns pair steps in
 order."""
-LOOKING = (12, 22)  # seconds that `top` runs, and that it does not: a rank tells for ten seconds after the last question
+LOOKING = (12, 22)  # seconds that `top` runs, and that it does not: a rank tells ten seconds longer than it is asked
 
 
 def parse_arguments():
