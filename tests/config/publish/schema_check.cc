@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // The part of JSON Schema that the published schema uses, enough to hold it against Config.
-#include "config/schema_check.h"
+#include "config/publish/schema_check.h"
 
 #include <algorithm>
 #include <cmath>

@@ -6,7 +6,7 @@
 #include <fstream>
 #include <iterator>
 
-#include "config/schema_check.h"
+#include "config/publish/schema_check.h"
 #include "config/table_cases.h"
 #include "deeptide/config.h"
 

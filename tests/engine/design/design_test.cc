@@ -11,6 +11,7 @@
 #include "engine/design/optimizer_groups.h"
 #include "engine/models.h"
 #include "errors.h"
+#include "ranks.h"
 #include "tiers/swap_file.h"
 
 namespace deeptide::engine {
