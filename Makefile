@@ -101,8 +101,9 @@ test-hosts: setup-hosts build  ## The launcher over hosts of network namespaces 
 test-gpu: build-all  ## What a GPU can prove: kernels, and the accelerator's tests on CUDA, ranks over NCCL, or Gloo where they share one
 	@$(PYTHON) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "test-gpu: torch finds no GPU here")'
 	@PYTHONPATH=$(abspath $(BUILD))/python PATH=$(abspath $(BUILD))/bin:$$PATH DEEPTIDE_TEST_ACCELERATOR=cuda THOROUGH=1 \
-	  $(PYTHON) -m pytest -q -rs -n 8 --dist worksteal tests/python/accelerator/test_on_accelerator.py \
-	  $(patsubst %,tests/python/accelerator/test_%_on_accelerator.py,like_a_gpu offload offload_param placement twin_flow)
+	  $(PYTHON) -m pytest -q -rs -n 8 --dist worksteal \
+	  $(patsubst %,tests/python/accelerator/%_on_accelerator.py,test test_like_a_gpu \
+	    $(addprefix offload/test_,offload offload_param placement twin_flow))
 	@$(CTEST) --test-dir $(BUILD) --output-on-failure -L gpu
 
 # Alone with a Python that has torch: no setup, which would look for a network. ARGS=--built, --only facts smoke, …

@@ -22,7 +22,7 @@ BROUGHT = ("nlohmann_json_DIR", "CLI11_DIR", "spdlog_DIR", "fmt_DIR", "HWY_DIR",
 BROUGHT += ("DEEPTIDE_URING_LIBRARY", *(("GTest_DIR",) if WHOLE else ()))
 PLAN_CONFIG = '{"train_batch_size": 8, "zero_optimization": {"stage": 3}}'
 # The files that check.sh runs in Python: plans, messages, the interface of DeepSpeed.
-FILES = ("engine/test_plan", "front/test_messages", "as_deepspeed/test_as_deepspeed")
+FILES = ("engine/plan/test_plan", "front/test_messages", "as_deepspeed/test_as_deepspeed")
 CUT = " ".join(f"tests/python/{name}.py" for name in FILES)
 
 

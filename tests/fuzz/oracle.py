@@ -438,7 +438,7 @@ def optimizer_state(life, act, saves):
 
 def step_hook(life, act, saves):
     if is_packed(life.phase):
-        raise UndefinedError("how much of a packed master a write leaves: tests/python/test_packed_states.py")
+        raise UndefinedError("how much of a packed master a write leaves: tests/python/optim/test_packed_states.py")
     if act["way"] not in RELATIVE or act["way"] in UNCOUNTED:
         raise UndefinedError("writes that have acts of their own")
     life.hooks.append(act)

@@ -16,6 +16,9 @@ import pytest
 from network import Network, missing_reason
 from slurm import Slurm, missing_packages
 
+# The rooms of this folder: their tests use each other's models.
+sys.path[1:1] = [str(path) for path in sorted(Path(__file__).parent.iterdir()) if path.is_dir()]
+
 DEEPTIDE = shutil.which("deeptide")
 NUM_WORKERS = 8
 # Debian's have names of their own; Intel's is where tools/setup.sh puts it.

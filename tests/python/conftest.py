@@ -39,7 +39,9 @@ with contextlib.suppress(OSError):  # some containers know one policy only: the 
 
 # This folder and its rooms: tests use each other's models across them, and so do the ranks that they start.
 FOLDERS = [
-    str(folder) for folder in (Path(__file__).parent, *sorted(Path(__file__).parent.iterdir())) if folder.is_dir()
+    str(path)
+    for path in (Path(__file__).parent, *sorted(Path(__file__).parent.rglob("*")))
+    if path.is_dir() and path.name != "__pycache__"
 ]
 sys.path[1:1] = FOLDERS
 

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Compares a step's exchanges with their forecast. That engines take as much: tests/python/engine/test_plan.py.
+// Compares a step's exchanges with their forecast. That engines take as much: tests/python/engine/plan/test_plan.py.
 #include "zero/steps/step_forecast.h"
 
 #include <gtest/gtest.h>

@@ -19,8 +19,8 @@ elif "$PYTHON" -c 'import xdist' 2>/dev/null; then
   "$PYTHON" -m pytest -q -n "$JOBS" --dist worksteal ${PYTEST_ARGS:-} ${PYTEST_FILES:-tests/python} || failed=1
 else
   # Without pytest-xdist each process takes every JOBS-th file.
-  # shellcheck disable=SC2086
-  ls ${PYTEST_FILES:-tests/python/*/test_*.py} >build/python-tests
+  # shellcheck disable=SC2046,SC2086
+  ls ${PYTEST_FILES:-$(find tests/python -name 'test_*.py')} >build/python-tests
   for job in $(seq "$JOBS"); do
     # shellcheck disable=SC2046,SC2086
     "$PYTHON" -m pytest -q ${PYTEST_ARGS:-} $(awk -v n="$JOBS" -v k="$job" 'NR % n == k % n' build/python-tests) \
@@ -38,8 +38,9 @@ if "$PYTHON" -c 'import sys, pytest, torch; sys.exit(not torch.cuda.is_available
   beside=
   "$PYTHON" -c 'import xdist' 2>/dev/null && beside="-n 8 --dist worksteal"
   # shellcheck disable=SC2046,SC2086  # lists of words
-  DEEPTIDE_TEST_ACCELERATOR=cuda THOROUGH=1 "$PYTHON" -m pytest -q -rs $beside $(for name in on like_a_gpu_on offload_on \
-    offload_param_on placement_on twin_flow_on; do echo "tests/python/accelerator/test_${name}_accelerator.py"; done) ||
-    failed=1
+  DEEPTIDE_TEST_ACCELERATOR=cuda THOROUGH=1 "$PYTHON" -m pytest -q -rs $beside $(for name in test test_like_a_gpu \
+    offload/test_offload offload/test_offload_param offload/test_placement offload/test_twin_flow; do
+    echo "tests/python/accelerator/${name}_on_accelerator.py"
+  done) || failed=1
 fi
 exit $failed

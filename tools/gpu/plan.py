@@ -16,7 +16,8 @@ HERE = Path(__file__).resolve().parent
 NO_GPU = "torch finds no GPU here"
 # Stage by stage, then each thing that has code of its own for devices.
 SMOKE = ("stage-0", "stage-3", "offload-optimizer", "offload-param", "packed", "fp16", "compiled")
-DEVICE_TESTS = ("on", "like_a_gpu_on", "offload_on", "offload_param_on", "placement_on", "twin_flow_on")
+DEVICE_TESTS = ("test", "test_like_a_gpu")
+DEVICE_TESTS += tuple(f"offload/test_{name}" for name in ("offload", "offload_param", "placement", "twin_flow"))
 BUILT = ("deeptide_product", "deeptide_numerics_kernels_test", "deeptide_optim_kernels_test")
 
 
@@ -90,7 +91,7 @@ def _speed(root: Path, out: Path, device: str, path: dict[str, str]) -> Command:
 def _tests(root: Path, jobs: int, on_gpu: bool, path: dict[str, str]) -> Command:
     """The accelerator's tests on CUDA; to rehearse, one file of them on the simulated accelerator."""
     folder = root / "tests" / "python" / "accelerator"
-    files = [folder / f"test_{name}_accelerator.py" for name in DEVICE_TESTS if on_gpu or name == "like_a_gpu_on"]
+    files = [folder / f"{name}_on_accelerator.py" for name in DEVICE_TESTS if on_gpu or name == "test_like_a_gpu"]
     variables = {**path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     if on_gpu:
         variables["DEEPTIDE_TEST_ACCELERATOR"] = "cuda"

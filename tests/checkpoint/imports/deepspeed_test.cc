@@ -1,6 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// DeepSpeed's folders that cannot be read say why. tests/python/checkpoint/test_moved_runs.py reads those that can.
+// DeepSpeed's folders that cannot be read say why. Those that can are read in
+// tests/python/checkpoint/imports/test_moved_runs.py.
 #include <gtest/gtest.h>
 
 #include "checkpoint/imports/deepspeed_folder.h"

@@ -17,7 +17,7 @@ import pytest
 
 import deeptide
 
-THEIRS = Path(__file__).parents[2] / ".venv-peers-deepspeed"
+THEIRS = Path(__file__).parents[3] / ".venv-peers-deepspeed"
 OPTIMIZERS = {
     "Adam": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1},
     "AdamW": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True},

@@ -15,7 +15,7 @@ import torch
 import deeptide
 from deeptide import checkpoint
 
-THEIRS = Path(__file__).parents[2] / ".venv-peers-deepspeed"
+THEIRS = Path(__file__).parents[3] / ".venv-peers-deepspeed"
 
 
 def run(framework, python, stage, load, save, folder, ranks):

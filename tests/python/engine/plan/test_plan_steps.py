@@ -21,7 +21,7 @@ from deeptide._forecast.steps import Order, Rates
 from deeptide.config import load_config
 from deeptide.pipeline.schedules import StageCosts, simulate
 
-sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("pipeline", "tensor")]
+sys.path += [str(Path(__file__).parents[2] / folder) for folder in ("pipeline", "tensor")]
 import meshes
 
 GAS = 4

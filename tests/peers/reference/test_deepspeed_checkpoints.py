@@ -20,8 +20,8 @@ from conftest import ranks
 from moved_here import go_on
 from moved_runs import CASES
 
-THEIRS = Path(__file__).parents[2] / ".venv-peers-deepspeed"
-GOLDEN = Path(__file__).parents[1] / "python" / "checkpoint" / "golden_deepspeed.tar.xz"
+THEIRS = Path(__file__).parents[3] / ".venv-peers-deepspeed"
+GOLDEN = Path(__file__).parents[2] / "python" / "checkpoint" / "golden_deepspeed.tar.xz"
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from conftest import run_ranks
 
 import deeptide
 
-sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("pipeline", "tensor")]
+sys.path += [str(Path(__file__).parents[2] / folder) for folder in ("pipeline", "tensor")]
 import cut
 import families
 import models

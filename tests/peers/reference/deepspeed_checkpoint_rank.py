@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of a run that DeepSpeed begins, and either side ends: writes checkpoints, and what ten further steps give.
 
-Arguments: a file of cases by name, the folder of all that is written. tests/python/golden_deepspeed.tar.xz holds what
-this wrote, so the model and the data here and in tests/python/moved_runs.py are one.
+Arguments: a file of cases by name, the folder of all that is written. tests/python/checkpoint/golden_deepspeed.tar.xz
+holds what this wrote, so the model and the data here and in moved_runs.py, among the imports there, are one.
 """
 
 import json
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "python" / "checkpoint" / "imports"))
 from moved_runs import CLIENT_STATE, FURTHER, STEPS, batch_of, loss_of, make_model, parameters_of
 
 

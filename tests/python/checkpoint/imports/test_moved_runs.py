@@ -3,7 +3,7 @@
 """Runs that begin under DeepSpeed go on here: weights, states, counts, schedule, and ten further steps.
 
 golden_deepspeed.tar.xz holds checkpoints of DeepSpeed 0.19.8 itself, two ranks on a CPU, and what its next ten steps
-gave; tests/peers/deepspeed_checkpoint_rank.py wrote it, test_deepspeed_checkpoints.py there makes them anew.
+gave; deepspeed_checkpoint_rank.py wrote it, test_deepspeed_checkpoints.py makes them anew: tests/peers/reference.
 """
 
 import os
@@ -20,7 +20,7 @@ from moved_runs import CASES
 
 import deeptide
 
-GOLDEN = Path(__file__).with_name("golden_deepspeed.tar.xz")
+GOLDEN = Path(__file__).parents[1] / "golden_deepspeed.tar.xz"
 # Sums in another order, by another machine's kernels. In 16 bits one rounding of a parameter is 4e-3 of it.
 TOLERANCE = {"fp32": 2e-6, "bf16": 2e-3, "fp16": 2e-4}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 deeptide = pytest.importorskip("deeptide")
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = Path(deeptide.__file__).absolute().parents[1]
 
 

@@ -49,11 +49,11 @@ def theirs(tmp_path_factory):
     ports = free_ports(len(grid))
     cases = [case_of(*which, folder, port) for which, port in zip(grid, ports, strict=True)]
     (folder / "cases.json").write_text(json.dumps(cases))
-    here = Path(__file__).parent
-    packages = next((here.parents[1] / ".venv-peers" / "lib").glob("python*/site-packages"))
+    peers = Path(__file__).parents[1]
+    packages = next((peers.parents[1] / ".venv-peers" / "lib").glob("python*/site-packages"))
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, [here, here.parent / "python", os.environ["PYTHONPATH"], packages])),
+        "PYTHONPATH": os.pathsep.join(map(str, [peers, peers.parent / "python", os.environ["PYTHONPATH"], packages])),
         "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
@@ -61,7 +61,8 @@ def theirs(tmp_path_factory):
         "DS_ACCELERATOR": "cpu",
         "TORCH_EXTENSIONS_DIR": str(THEIRS / "torch_extensions"),
     }
-    words = [str(THEIRS / "bin" / "python"), str(here / "deepspeed_scripts_rank.py"), str(folder / "cases.json")]
+    program = Path(__file__).with_name("deepspeed_scripts_rank.py")
+    words = [str(THEIRS / "bin" / "python"), str(program), str(folder / "cases.json")]
     ranks = []
     for rank in range(2):
         with (folder / f"{rank}.log").open("w") as log:
