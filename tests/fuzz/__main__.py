@@ -9,7 +9,7 @@ from pathlib import Path
 
 import campaign
 import pipelines
-from programs import SETTINGS
+from actions.programs import SETTINGS
 
 
 def main():

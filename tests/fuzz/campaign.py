@@ -11,12 +11,12 @@ import random
 import time
 import traceback
 
-import defined
 import generate
 import pipelines
-import programs
 import torch
-from oracle import OPEN
+from actions import programs
+from reference import defined
+from reference.oracle import OPEN
 from runner import Runner
 from shrink import Shrinker, judged
 

@@ -4,10 +4,10 @@
 
 import random
 
-import defined
-import subject
-from acts import ABSOLUTE, RELATIVE
-from programs import OWN
+from actions import subject
+from actions.acts import ABSOLUTE, RELATIVE
+from actions.programs import OWN
+from reference import defined
 
 WRITES = [*ABSOLUTE, *RELATIVE, "load_state_dict"]
 

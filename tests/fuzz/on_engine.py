@@ -9,13 +9,10 @@ import pickle
 import sys
 import time
 
-import acts
-import schedules
-import subject
-import surroundings
 import torch
 import torch.distributed as dist
-from programs import LOSS_SCALE, STATES, Setting, acts_of, hosts_of, is_packed, most_ranks, pick, placement_of
+from actions import acts, schedules, subject, surroundings
+from actions.programs import LOSS_SCALE, STATES, Setting, acts_of, hosts_of, is_packed, most_ranks, pick, placement_of
 
 import deeptide
 from deeptide.efficiency import convert_to_random_ltd, drop_layers

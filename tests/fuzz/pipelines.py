@@ -25,10 +25,10 @@ import random
 import sys
 import traceback
 
-import subject
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
+from actions import subject
 from torch import nn
 from torch.nn import functional as F
 

@@ -18,7 +18,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "python"))
 
 import torch.distributed as dist  # noqa: E402
-from programs import most_ranks  # noqa: E402
+from actions.programs import most_ranks  # noqa: E402
 from zygote import Zygote  # noqa: E402
 
 import deeptide  # noqa: E402

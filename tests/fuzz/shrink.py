@@ -5,9 +5,9 @@
 import copy
 import time
 
-from expected import UndefinedError
-from programs import SETTINGS
-from verdict import Judge
+from actions.programs import SETTINGS
+from reference.expected import UndefinedError
+from reference.verdict import Judge
 
 SIMPLE_MODEL = {
     "blocks": 1,

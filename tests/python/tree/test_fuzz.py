@@ -12,15 +12,14 @@ import pytest
 FUZZ = Path(__file__).resolve().parents[2] / "fuzz"
 sys.path.insert(0, str(FUZZ))
 
-import defined  # noqa: E402
 import generate  # noqa: E402
-import oracle  # noqa: E402
 import shrink  # noqa: E402
-import surroundings  # noqa: E402
-from acts import ACTS  # noqa: E402
-from programs import SETTINGS, Setting, dump  # noqa: E402
+from actions import surroundings  # noqa: E402
+from actions.acts import ACTS  # noqa: E402
+from actions.programs import SETTINGS, Setting, dump  # noqa: E402
+from reference import defined, oracle  # noqa: E402
+from reference.verdict import Judge, Mismatch  # noqa: E402
 from runner import Runner  # noqa: E402
-from verdict import Judge, Mismatch  # noqa: E402
 
 APART_3 = Setting(3, shared=False)
 

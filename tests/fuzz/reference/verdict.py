@@ -7,10 +7,10 @@ import re
 from typing import NamedTuple
 
 import torch
-from acts import UNCOUNTED, is_raw
-from expected import Raises
-from oracle import expected_of, traits_of
-from programs import acts_of, is_low, quantized_in
+from actions.acts import UNCOUNTED, is_raw
+from actions.programs import acts_of, is_low, quantized_in
+from reference.expected import Raises
+from reference.oracle import expected_of, traits_of
 
 # An engine sums in another order than plain torch. `plain.Life` with noise moves each gradient and each master by what
 # rounding may move them; a program's tolerance at a value is MARGIN times what that moved the value, and at least FLOOR

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loader that initialize returns, as one rank iterates it, and what docs say of where an iteration goes on."""
 
-import subject
+from actions import subject
 
 import deeptide
 

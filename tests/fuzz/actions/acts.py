@@ -7,9 +7,9 @@ An act returns what it has seen, by name, for comparison; None where it had noth
 
 import copy
 
-import subject
 import torch
-from programs import pick
+from actions import subject
+from actions.programs import pick
 from torch import nn
 
 

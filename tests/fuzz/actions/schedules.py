@@ -8,8 +8,8 @@ function that initialize calls; or before that on the program's own optimizer, a
 program steps it.
 """
 
-import subject
 import torch
+from actions import subject
 from torch.optim import lr_scheduler
 
 from deeptide.efficiency.variable_batches import lr_scheduler_for_variable_batch_size

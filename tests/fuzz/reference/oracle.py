@@ -6,10 +6,11 @@ import functools
 import re
 from pathlib import Path
 
-import surroundings
 import torch
-from acts import ACTS, RELATIVE, UNCOUNTED, is_raw, values_for
-from expected import (
+from actions import surroundings
+from actions.acts import ACTS, RELATIVE, UNCOUNTED, is_raw, values_for
+from actions.programs import STATES, acts_of, hosts_of, is_low, is_packed, pick, placement_of, quantized_in
+from reference.expected import (
     AWAY,
     DIFFERENT_CALLS,
     IN_FILES,
@@ -34,11 +35,10 @@ from expected import (
     Raises,
     UndefinedError,
 )
-from noise import Noise
-from plain import DocumentedError, FailuresError, Life
-from programs import STATES, acts_of, hosts_of, is_low, is_packed, pick, placement_of, quantized_in
+from reference.noise import Noise
+from reference.plain import DocumentedError, FailuresError, Life
 
-OPEN = Path(__file__).parent / "open"
+OPEN = Path(__file__).parents[1] / "open"
 
 
 def expected_of(program, setting, noise=None, avoid=True):

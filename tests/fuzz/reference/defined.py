@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs about which something is said: acts and settings that the oracle knows no answer to are left out."""
 
-import oracle
-from expected import OpenError, UndefinedError
-from programs import SETTINGS
+from actions.programs import SETTINGS
+from reference import oracle
+from reference.expected import OpenError, UndefinedError
 
 
 def without_undefined(program, settings=SETTINGS):

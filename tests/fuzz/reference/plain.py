@@ -5,16 +5,14 @@
 It holds what docs/architecture.md states of an engine's life, act by act, in the simplest form that could be right.
 """
 
-import acts
-import schedules
-import subject
 import torch
-from acts import Rank
-from expected import BY_HAND, MISFIT, MOVED, NEEDS_GRAD, NO_GRADIENT, OF_ANOTHER, TWO_VALUES, UNFROZEN
-from loaders import Loader
-from noise import EPSILON, OF_MASTERS, OF_MOMENTS, OF_QUANTIZED
-from partly import Shares, cast, make_plain
-from programs import LOSS_SCALE, OWN, STATES, is_low, placement_of, quantized_in
+from actions import acts, schedules, subject
+from actions.acts import Rank
+from actions.loaders import Loader
+from actions.programs import LOSS_SCALE, OWN, STATES, is_low, placement_of, quantized_in
+from reference.expected import BY_HAND, MISFIT, MOVED, NEEDS_GRAD, NO_GRADIENT, OF_ANOTHER, TWO_VALUES, UNFROZEN
+from reference.noise import EPSILON, OF_MASTERS, OF_MOMENTS, OF_QUANTIZED
+from reference.partly import Shares, cast, make_plain
 from torch import nn
 
 TRANSPOSE = "pair.decode.weight"  # the second name of pair.encode.weight, which is the first in the flat memory

@@ -4,8 +4,8 @@
 
 import math
 
-import subject
 import torch
+from actions import subject
 from torch import nn
 
 
