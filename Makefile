@@ -134,60 +134,60 @@ bench: build  ## Compare with DDP, FSDP2 and DeepSpeed on this machine (ARGS=…
 	@PYTHON=$(abspath $(PYTHON)) bench/run.sh --deeptide $(abspath $(BUILD))/python $(ARGS)
 
 bench-builds: build  ## Steps of this build and of an older one in turns (OLD=its folder build/python, ARGS=…)
-	@PYTHONPATH=bench $(PYTHON) bench/builds.py --old $(abspath $(OLD)) --deeptide $(abspath $(BUILD))/python $(ARGS)
+	@$(PYTHON) bench builds --old $(abspath $(OLD)) --deeptide $(abspath $(BUILD))/python $(ARGS)
 
 bench-comm: build  ## Collectives between ranks of one host, beside Gloo and DeepSpeed's shared memory (ARGS=…)
 	@$(CMAKE) --build $(BUILD) -j $(JOBS) --target deeptide_comm_bench
-	@PYTHON=$(abspath $(PYTHON)) bench/run.sh comm.py --program $(abspath $(BUILD))/bench/deeptide_comm_bench $(ARGS)
+	@PYTHON=$(abspath $(PYTHON)) bench/run.sh comm --program $(abspath $(BUILD))/bench/deeptide_comm_bench $(ARGS)
 
 bench-optimizer: build  ## The optimizer step beside DeepSpeedCPUAdam, torch and a triad (ARGS=…)
 	@$(CMAKE) --build $(BUILD) -j $(JOBS) --target deeptide_optimizer_ops
-	@PYTHON=$(abspath $(PYTHON)) bench/run.sh optimizer_step.py \
+	@PYTHON=$(abspath $(PYTHON)) bench/run.sh optimizer_step \
 	  --library $(abspath $(BUILD))/bench/libdeeptide_optimizer_ops.so $(ARGS)
 
 bench-offload: build  ## Steps with states in memory, in files, and in both (ARGS=--folder=…)
-	@PYTHONPATH=$(abspath $(BUILD))/python $(PYTHON) bench/offload.py $(ARGS)
+	@PYTHONPATH=$(abspath $(BUILD))/python $(PYTHON) bench offload $(ARGS)
 
 bench-largest: build  ## The largest model that trains in 20 GiB, beside DeepSpeed, as root (ARGS=…)
-	@PYTHON=$(abspath $(PYTHON)) bench/run.sh largest.py --deeptide $(abspath $(BUILD))/python $(ARGS)
+	@PYTHON=$(abspath $(PYTHON)) bench/run.sh largest --deeptide $(abspath $(BUILD))/python $(ARGS)
 
 bench-swap: build  ## Optimizer states between files and memory, beside fio (ARGS=--folder=…)
 	@$(CMAKE) --build $(BUILD) -j $(JOBS) --target deeptide_swap_bench
-	@$(PYTHON) bench/swap.py --program $(abspath $(BUILD))/bench/deeptide_swap_bench $(ARGS)
+	@$(PYTHON) bench swap --program $(abspath $(BUILD))/bench/deeptide_swap_bench $(ARGS)
 
 bench-checkpoint: build  ## Saves, loads, exports and imports beside fio, torch.save, DCP and DeepSpeed (ARGS=--folder=…)
-	@PYTHONPATH=$(abspath $(BUILD))/python PYTHON=$(abspath $(PYTHON)) bench/run.sh checkpoint.py $(ARGS)
+	@PYTHONPATH=$(abspath $(BUILD))/python PYTHON=$(abspath $(PYTHON)) bench/run.sh checkpoint $(ARGS)
 
 bench-link: build  ## Steps of Adam and of 1-bit Adam over a link of 1 Gbit/s, as root (ARGS=…)
-	@$(PYTHON) bench/slow_link.py --deeptide $(abspath $(BUILD))/python $(ARGS)
+	@$(PYTHON) bench slow_link --deeptide $(abspath $(BUILD))/python $(ARGS)
 
 bench-gpu: build  ## Models of the size of a GPU beside plain torch, FSDP2 and DeepSpeed where they are (ARGS=…)
-	@PYTHONPATH=$(abspath $(BUILD))/python $(PYTHON) bench/gpu.py $(ARGS)
+	@PYTHONPATH=$(abspath $(BUILD))/python $(PYTHON) bench gpu $(ARGS)
 
 bench-hosts: build  ## Steps over several hosts at 1 and 8 Gbit/s beside DDP, FSDP2 and DeepSpeed, as root (ARGS=…)
-	@PYTHON=$(abspath $(PYTHON)) bench/run.sh hosts.py --deeptide $(abspath $(BUILD))/python $(ARGS)
+	@PYTHON=$(abspath $(PYTHON)) bench/run.sh hosts --deeptide $(abspath $(BUILD))/python $(ARGS)
 
 bench-scripts: build  ## A Trainer script here, under DDP, FSDP2 and DeepSpeed, beside our own loop (ARGS=…)
-	@PYTHON=$(abspath $(PYTHON)) bench/run.sh scripts.py --deeptide $(abspath $(BUILD))/python $(ARGS)
+	@PYTHON=$(abspath $(PYTHON)) bench/run.sh scripts --deeptide $(abspath $(BUILD))/python $(ARGS)
 
 bench-observing: build  ## Steps with and without each observer (breakdowns, monitors, timeline), interleaved (ARGS=…)
-	@PYTHONPATH=$(abspath $(BUILD))/python $(PYTHON) bench/observing.py $(ARGS)
+	@PYTHONPATH=$(abspath $(BUILD))/python $(PYTHON) bench observing $(ARGS)
 
 bench-axes: build  ## A GPT at two pipeline stages beside torch.distributed.pipelining and DeepSpeed, interleaved (ARGS=…)
-	@PYTHONPATH=$(abspath $(BUILD))/python PYTHON=$(abspath $(PYTHON)) bench/run.sh axes.py $(ARGS)
+	@PYTHONPATH=$(abspath $(BUILD))/python PYTHON=$(abspath $(PYTHON)) bench/run.sh axes $(ARGS)
 
 bench-scale: build  ## The forecast of a step beside steps that ran, over small meshes (ARGS=…)
-	@PYTHONPATH=$(abspath $(BUILD))/python $(PYTHON) bench/scale.py $(ARGS)
+	@PYTHONPATH=$(abspath $(BUILD))/python $(PYTHON) bench scale $(ARGS)
 
 bench-less: build  ## Less work: sparse attention and output, the transformer layer, schedules to a held-out loss (ARGS=…)
-	@PYTHONPATH=$(abspath $(BUILD))/python $(PYTHON) bench/less_operators.py $(ARGS)
-	@PYTHONPATH=$(abspath $(BUILD))/python $(PYTHON) bench/sparse_output.py
-	@PYTHONPATH=$(abspath $(BUILD))/python $(PYTHON) bench/sparse_bert.py
-	@PYTHONPATH=$(abspath $(BUILD))/python $(PYTHON) bench/less_step.py
-	@PYTHONPATH=$(abspath $(BUILD))/python $(PYTHON) bench/less_training.py --seeds 5 --steps 150 --every 25 --width 128 --context 128
+	@PYTHONPATH=$(abspath $(BUILD))/python $(PYTHON) bench less_operators $(ARGS)
+	@PYTHONPATH=$(abspath $(BUILD))/python $(PYTHON) bench sparse_output
+	@PYTHONPATH=$(abspath $(BUILD))/python $(PYTHON) bench sparse_bert
+	@PYTHONPATH=$(abspath $(BUILD))/python $(PYTHON) bench less_step
+	@PYTHONPATH=$(abspath $(BUILD))/python $(PYTHON) bench less_training --seeds 5 --steps 150 --every 25 --width 128 --context 128
 
 bench-startup: build  ## Import, and initialize of a 319 M model (ARGS=…)
-	@PYTHON=$(abspath $(PYTHON)) bench/run.sh startup.py --deeptide $(abspath $(BUILD))/python $(ARGS)
+	@PYTHON=$(abspath $(PYTHON)) bench/run.sh startup --deeptide $(abspath $(BUILD))/python $(ARGS)
 
 lint: setup-lint  ## Check format, layer order, Python style and Python types
 	@clang-format --dry-run -Werror $(CPP_FILES)

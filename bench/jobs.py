@@ -19,7 +19,7 @@ from contenders.zero_config import SWAP_FOLDER
 from memory import JobMemory
 from settings import SIZES, TUNED_ALLOCATOR, WORLD
 
-WORKER = Path(__file__).with_name("worker.py")
+PROGRAM = Path(__file__).with_name("__main__.py")
 SET_UP_SECONDS = 180  # that a job may take besides its steps
 
 
@@ -29,6 +29,11 @@ class Place:
 
     prefix: tuple = ()
     environment: dict | None = None
+
+
+def script(name):
+    """The words that run a script of a room here."""
+    return [sys.executable, PROGRAM, name]
 
 
 def free_port():
@@ -146,7 +151,7 @@ def run_job(contender, precision, allocator, options, places=None):
     """Trains a little: run_watched's answer for worker.py."""
     world = len(places) if places else WORLD
     command = [
-        sys.executable, WORKER, "--contender", contender, "--model", options.model, "--precision", precision,
+        *script("worker"), "--contender", contender, "--model", options.model, "--precision", precision,
         "--warmup", str(options.warmup), "--steps", str(options.steps),
     ]  # fmt: skip
     steps_seconds = (options.warmup + options.steps) * SIZES[options.model].slowest_step

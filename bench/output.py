@@ -19,8 +19,8 @@ def add_arguments(parser, name):
 
 def new_record():
     """The facts that every report says first; take it before the load of the benchmark itself shows."""
-    program = f"bench/{Path(sys.argv[0]).name}"
-    return {"command": shlex.join([program, *sys.argv[1:]]), "machine": machine.describe()}
+    words = ["python", "bench", Path(sys.argv[0]).stem, *sys.argv[1:]]
+    return {"command": shlex.join(words), "machine": machine.describe()}
 
 
 def head(title, record, legend):

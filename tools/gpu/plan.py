@@ -85,7 +85,7 @@ def _speed(root: Path, out: Path, device: str, path: dict[str, str]) -> Command:
     words = ["--model", model, "--device", device, "--rounds", 1, "--steps", steps, "--warmup", warmup]
     words += ["--only", "torch-masters", "deeptide-0", "deeptide-3", "--limit", 120]
     words += ["--json", out / "speed.json", "--output", out / "speed.md"]
-    return _python("speed", root / "bench" / "gpu.py", *words, **path)
+    return _python("speed", root / "bench", "gpu", *words, **path)
 
 
 def _tests(root: Path, jobs: int, on_gpu: bool, path: dict[str, str]) -> Command:

@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import deeptide
-from gpu_model import SHAPES, Decoder
+from gpu.gpu_model import SHAPES, Decoder
 
 OURS = ("index_kernel", "group_kernel", "copy_kernel")
 CONFIG = {

@@ -11,8 +11,8 @@ import sys
 import torch
 
 import deeptide
-from gpu_model import SHAPES, Decoder, Shape
-from gpu_worker import CONTENDERS
+from gpu.gpu_model import SHAPES, Decoder, Shape
+from gpu.gpu_worker import CONTENDERS
 
 STEPS, TOLERANCE = 5, 3e-2
 HOST = {"device": "cpu"}

@@ -18,7 +18,7 @@ def test_torch_with_fp32_masters_trains_as_the_engine_does(tmp_path):
     words = ["--device", "cpu", "--model", "tiny", "--only", "torch-masters", "deeptide-0"]
     lengths = ["--rounds", 1, "--warmup", 2, "--steps", 8]
     report = ["--json", tmp_path / "gpu.json", "--output", tmp_path / "gpu.md"]
-    command = [sys.executable, BENCH / "gpu.py", *words, *lengths, *report]
+    command = [sys.executable, BENCH, "gpu", *words, *lengths, *report]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr
     results = {line["contender"]: line["jobs"][0] for line in json.loads((tmp_path / "gpu.json").read_text())["jobs"]}

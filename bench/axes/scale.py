@@ -23,7 +23,7 @@ from deeptide._forecast.gpt import GPT
 from deeptide._forecast.steps import Rates
 
 import output
-from jobs import run_ranks
+from jobs import run_ranks, script
 from memory import JobMemory
 
 LAYERS, WIDTH, HEADS, VOCABULARY, LENGTH, GAS = 6, 768, 12, 4096, 128, 8
@@ -86,7 +86,7 @@ def forecast(mesh, ranks, rates):
 
 
 def measured(mesh, ranks, options):
-    command = [sys.executable, Path(__file__), "--rank-of", mesh, "--steps", str(options.steps)]
+    command = [*script("scale"), "--rank-of", mesh, "--steps", str(options.steps)]
     outcome = run_ranks(command, ranks, options.timeout, JobMemory())
     if "ranks" not in outcome:
         raise SystemExit(f"{mesh}: {outcome.get('error', outcome)}")

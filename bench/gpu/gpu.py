@@ -9,17 +9,15 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 from statistics import median
 
 import torch
 
 import output
-from gpu_model import SHAPES
-from gpu_worker import CONTENDERS
-from jobs import free_port
+from gpu.gpu_model import SHAPES
+from gpu.gpu_worker import CONTENDERS
+from jobs import free_port, script
 
-WORKER = Path(__file__).with_name("gpu_worker.py")
 DENSE_BF16 = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12}  # flops/s, data sheets
 BASELINES = ("torch-masters", "torch")
 LEGEND = """\
@@ -50,7 +48,7 @@ def parse_arguments():
 
 
 def run_job(options, model, contender):
-    command = [sys.executable, WORKER, contender, "--model", model, "--device", options.device]
+    command = [*script("gpu_worker"), contender, "--model", model, "--device", options.device]
     command += ["--warmup", options.warmup, "--steps", options.steps]
     place = {
         "RANK": "0",

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // One rank of a comparison of collectives: Gloo, our shared memory on any tensors, and in place on buffers of the
-// arena, as training uses it. bench/comm.py starts the ranks and reads the JSON that each writes.
+// arena, as training uses it. `bench comm` starts the ranks and reads the JSON that each writes.
 #include <ATen/Parallel.h>
 #include <ATen/ops/zeros.h>
 #include <sched.h>
@@ -240,7 +240,7 @@ const char* argument(int argc, char** argv, const std::string& name) {
   for (int i = 1; i + 1 < argc; i += 2) {
     if (argv[i] == "--" + name) return argv[i + 1];
   }
-  TORCH_CHECK(false, "--", name, " is missing; bench/comm.py calls: --sizes BYTES,… --repetitions N --result FILE");
+  TORCH_CHECK(false, "--", name, " is missing; comm.py calls: --sizes BYTES,… --repetitions N --result FILE");
 }
 
 void run(int argc, char** argv) {

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Moves optimizer states between files and memory as a step does, without the step: three buffers, block by block, each
-// next block announced. bench/swap.py runs it beside fio and reads the JSON that it prints.
+// next block announced. `bench swap` runs it beside fio and reads the JSON that it prints.
 #include <ATen/ops/rand.h>
 
 #include <array>

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cost of launching: the command itself, the way to a script's first line, many ranks over hosts, a rank's end.
 
-    sudo env PATH=$PWD/build/bin:$PATH python bench/launcher.py [--deepspeed PATH/TO/deepspeed] [--json FILE]
+    sudo env PATH=$PWD/build/bin:$PATH python bench launcher [--deepspeed PATH/TO/deepspeed] [--json FILE]
 
 Hosts are network namespaces, made as in tests/hosts (root only; without, those lines are left out). Each figure is the
 median of several runs in milliseconds, the smallest and largest beside it.
@@ -22,7 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "hosts"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "hosts"))
 from network import Network, missing_reason
 
 FIRST_LINE = "import os, time; os.write(1, f'first {time.time()}\\n'.encode())\n"  # one write: lines must not mix

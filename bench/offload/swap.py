@@ -57,7 +57,7 @@ def by_fio(options, pattern):
 def main():
     options = parse_arguments()
     if shutil.which("fio") is None:
-        sys.exit("bench/swap.py compares with fio, which is not installed: apt-get install fio")
+        sys.exit("bench swap compares with fio, which is not installed: apt-get install fio")
     options.folder.mkdir(parents=True, exist_ok=True)
     run_fio(options, "write")  # a hole would not be read from the drive
     print(f"{LEGEND}\n\n| pattern | fio, GB/s | Deeptide, GB/s | share |\n|---|---|---|---|")

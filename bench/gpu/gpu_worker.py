@@ -9,7 +9,7 @@ import time
 
 import torch
 
-from gpu_model import SHAPES, Decoder
+from gpu.gpu_model import SHAPES, Decoder
 
 ADAMW = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 

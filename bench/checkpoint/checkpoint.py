@@ -3,7 +3,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times saves, loads, exports and imports of a sharded model's state beside fio, torch, DCP and DeepSpeed: Markdown.
 
-DeepSpeed's and fio's rows are there where these are installed (`bench/run.sh checkpoint.py` installs DeepSpeed).
+DeepSpeed's and fio's rows are there where these are installed (`bench/run.sh checkpoint` installs DeepSpeed).
 """
 
 import argparse
@@ -29,6 +29,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from deeptide._model.weights import import_checkpoint
 from torch import nn
+
+from jobs import script
 
 LEGEND = """\
 2 ranks, {dtype}, AdamW, stage 2: each rank's masters and moments. GB/s: of both ranks' bytes, from the call until all
@@ -356,7 +358,7 @@ def main():
         port = server.getsockname()[1]
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DEEPTIDE_LOG_LEVEL": "warning"}
     environments = [{**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
-    ranks = [subprocess.Popen([sys.executable, *sys.argv], env=environment) for environment in environments]
+    ranks = [subprocess.Popen([*script("checkpoint"), *sys.argv[1:]], env=environment) for environment in environments]
     codes = [rank.wait() for rank in ranks]
     shutil.rmtree(options.folder)
     return max(codes)

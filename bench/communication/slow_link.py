@@ -10,13 +10,13 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from statistics import median
 
 import output
+from jobs import script
 from links import address_of, slow_hosts
 from settings import SIZES
 
@@ -97,7 +97,7 @@ def run_job(case, options):
                 "--model", options.model, "--steps", str(options.steps), "--warmup", str(options.warmup),
                 "--rank", str(rank), "--case", str(case), "--result", str(results[rank]),
             ]  # fmt: skip
-            command = ["ip", "netns", "exec", name, sys.executable, __file__, *words]
+            command = ["ip", "netns", "exec", name, *script("slow_link"), *words]
             ranks.append(subprocess.Popen(command, env={**os.environ, **own}))
         try:
             codes = [rank.wait(timeout=options.timeout) for rank in ranks]

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 
 import output
-from jobs import run_ranks
+from jobs import run_ranks, script
 from memory import JobMemory
 
 SIZES = tuple(4 << shift for shift in (10, 12, 14, 16, 18, 20, 22, 24, 27))  # 4 KiB to 64 MiB by fours, 512 MiB
@@ -67,7 +67,7 @@ def _run(options, seconds, failures):
     arguments = ["--sizes", ",".join(map(str, options.sizes)), "--repetitions", str(options.repetitions)]
     programs = {
         "deeptide_comm_bench": [options.program, *arguments],
-        "DeepSpeed": [sys.executable, Path(__file__).with_name("comm_deepspeed.py"), *arguments],
+        "DeepSpeed": [*script("comm_deepspeed"), *arguments],
     }
     for number in range(1, options.rounds + 1):
         for world in options.ranks:

@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 import output
+from jobs import script
 
 CASES = {
     "Adam": {"type": "Adam", "params": {"bias_correction": False}},
@@ -104,10 +105,9 @@ def run_job(case, seed, options):
             if name in ("steps", "freeze", "lr", "betas", "clipping", "evaluations")
         )
         launcher = [options.deeptide / "bin" / "deeptide", "--quiet", "--num_ranks", str(options.ranks)]
-        paths = f"{options.deeptide.resolve() / 'python'}:{Path(__file__).parent}"
         case_of_job = ["--case", case, "--seed", str(seed), "--result", result]
-        command = [*launcher, "--python", sys.executable, __file__, *case_of_job, *given]
-        subprocess.run(["env", f"PYTHONPATH={paths}", *command], check=True)
+        command = [*launcher, "--python", *script("convergence"), *case_of_job, *given]
+        subprocess.run(["env", f"PYTHONPATH={options.deeptide.resolve() / 'python'}", *command], check=True)
         return json.loads(result.read_text())
 
 

@@ -9,10 +9,9 @@ from pathlib import Path
 from statistics import median
 
 import output
-from jobs import run_ranks
+from jobs import run_ranks, script
 from memory import JobMemory
 
-WORKER = Path(__file__).with_name("optimizer_worker.py")
 # Bytes that a way's passes read and write for an element, without the lines that a processor reads before it writes.
 BYTES = {
     "bf16": {
@@ -135,7 +134,7 @@ def main():
     record = output.new_record() | {"numel": options.numel, "runs": []}
     for threads in options.threads:
         command = [
-            sys.executable, WORKER, "--library", options.library, "--numel", str(options.numel),
+            *script("optimizer_worker"), "--library", options.library, "--numel", str(options.numel),
             "--repetitions", str(options.repetitions), "--threads", str(threads),
         ]  # fmt: skip
         outcome = run_ranks(command, 1, options.timeout, JobMemory(), threads=threads)

@@ -18,7 +18,7 @@ from deeptide.ops.sparse_attention import BigBirdSparsityConfig, use_in_transfor
 
 import memory
 import output
-import sparse_output
+from operators import sparse_output
 
 
 def make(options, length, is_sparse):

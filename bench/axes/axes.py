@@ -5,16 +5,14 @@
 
 import argparse
 import sys
-from pathlib import Path
 from statistics import mean, median
 
 import output
-from axes_worker import SCHEDULES, contenders
-from jobs import run_ranks
+from axes.axes_worker import SCHEDULES, contenders
+from jobs import run_ranks, script
 from memory import JobMemory
 from settings import SIZES, WORLD
 
-WORKER = Path(__file__).with_name("axes_worker.py")
 LEGEND = """\
 Two ranks of one thread, a stage each; the same cut and the same weights, AdamW, fp32. Every turn steps each contender
 once, every other turn in reverse order; a step begins at a barrier, has all micro-batches and an optimizer step, and
@@ -74,7 +72,7 @@ def main():
     record, lines = output.new_record() | {"micro_batches": {}}, []
     for count in options.micro_batches:
         command = [
-            sys.executable, WORKER, "--model", options.model, "--micro-batches", str(count),
+            *script("axes_worker"), "--model", options.model, "--micro-batches", str(count),
             *("--schedule", options.schedule, "--chunks", str(options.chunks)),
             *("--warmup", str(options.warmup), "--steps", str(options.steps)),
         ]  # fmt: skip

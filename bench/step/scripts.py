@@ -9,12 +9,11 @@ from pathlib import Path
 from statistics import median
 
 import output
-from jobs import SET_UP_SECONDS, run_watched
+from jobs import SET_UP_SECONDS, run_watched, script
 from report import final_loss, round_seconds
-from script_worker import WAYS
 from settings import WORLD
+from step.script_worker import WAYS
 
-WORKER = Path(__file__).with_name("script_worker.py")
 SLOWEST_STEP = 15  # seconds
 LEGEND = """\
 A Llama of 46 M parameters from its configuration, 2 ranks of one thread, 2 rows of 128 tokens each, AdamW, clipping 1.
@@ -38,7 +37,7 @@ def parse_arguments():
 
 def run(way, options):
     command = [
-        sys.executable, WORKER, "--way", way, "--precision", options.precision, "--warmup", str(options.warmup),
+        *script("script_worker"), "--way", way, "--precision", options.precision, "--warmup", str(options.warmup),
         "--steps", str(options.steps),
     ]  # fmt: skip
     timeout = SET_UP_SECONDS + (options.warmup + options.steps) * SLOWEST_STEP

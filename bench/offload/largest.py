@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import output
-from jobs import free_port
+from jobs import free_port, script
 
 WORLD = 2
 WIDTH = 2048
@@ -139,7 +139,7 @@ def wait(processes, timeout):
 
 
 def run_job(engine, layers, options):
-    command = [sys.executable, __file__, "--rank", engine, "--layers", str(layers), "--folder", str(options.folder)]
+    command = [*script("largest"), "--rank", engine, "--layers", str(layers), "--folder", str(options.folder)]
     port, processes = free_port(), []
     options.folder.mkdir(parents=True, exist_ok=True)
     log = options.folder.parent / f"largest-{engine}-{layers}.log"

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The engine's kernels as operators of torch, for bench/optimizer_step.py; and the loop that sets their limit.
+// The engine's kernels as operators of torch, for optimizer_step.py; and the loop that sets their limit.
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 #include <torch/library.h>

@@ -16,12 +16,11 @@ from pathlib import Path
 from statistics import median
 
 import output
-from jobs import run_ranks
+from jobs import run_ranks, script
 from memory import JobMemory
-from observing_worker import OBSERVERS
 from settings import SIZES, WORLD
+from step.observing_worker import OBSERVERS
 
-WORKER = Path(__file__).with_name("observing_worker.py")
 LEGEND = """\
 Two ranks of one thread. Each turn steps an engine that nobody observes and one that is observed, every other turn in
 reverse order; a step begins at a barrier and ends on the slower rank. Difference: the median of each turn's, and its
@@ -107,7 +106,8 @@ def main():
     rows = []
     for observer in options.only:
         command = [
-            sys.executable, WORKER, "--observer", observer, "--model", options.model, "--precision", options.precision,
+            *script("observing_worker"), "--observer", observer, "--model", options.model,
+            *("--precision", options.precision),
             *("--stage", str(options.stage), "--steps", str(options.steps), "--warmup", str(options.warmup)),
         ]  # fmt: skip
         if observer == "top":
