@@ -83,7 +83,14 @@ def train(options):
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(config_of(options), file)
         file.flush()
-        args = {"config": file.name, "seed": options.seed, "data": None, "resume": False, "steps": options.steps}
+        args = {
+            "config": file.name,
+            "seed": options.seed,
+            "data": None,
+            "resume": False,
+            "steps": options.steps,
+            "print_losses": True,
+        }
         trainer = Trainer(argparse.Namespace(**args))
     held_out, sent = {}, []
     every = options.steps // options.evaluations
