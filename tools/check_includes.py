@@ -14,7 +14,8 @@ from pathlib import Path
 LAYERS_FILE = Path("src/layers.txt")
 MAX_LINES = 500
 MAX_FUNCTION_LINES = 60
-MAX_SUBJECTS = 12  # in a folder of src/, where a header and its sources are one, and in a package of Python
+MAX_SUBJECTS = 12  # in a folder of DIVIDED, where a header and its sources are one, and in a package of Python
+DIVIDED = ("src", "tests", "bench")
 PUBLIC = Path("python/deeptide")  # the modules that programs import, each by its own name
 SPDX = ("SPDX-FileCopyrightText: The Deeptide authors", "SPDX-License-Identifier: Apache-2.0")
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"')
@@ -230,11 +231,11 @@ def check_cycles(texts: dict[Path, str]) -> list[str]:
 
 
 def check_folders(paths: Sequence[Path]) -> list[str]:
-    """Folders of src/, and packages of Python, with more subjects than a reader takes in at a glance."""
+    """Folders of DIVIDED, or packages of Python, that have more subjects than a reader takes in at a glance."""
     subjects: dict[Path, set[str]] = {}
     for path in paths:
-        in_package = path.suffix == ".py" and PUBLIC in path.parent.parents and path.name != "__init__.py"
-        if path.parts[0] == "src" or in_package:
+        in_package = path.suffix == ".py" and PUBLIC in path.parent.parents
+        if path.name != "__init__.py" and (path.parts[0] in DIVIDED or in_package):
             subjects.setdefault(path.parent, set()).add(path.name.split(".")[0].removesuffix("-inl"))
     return [
         f"{folder}: {len(names)} subjects, at most {MAX_SUBJECTS}; give some a room of their own"

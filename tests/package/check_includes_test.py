@@ -118,6 +118,14 @@ class CheckIncludes(unittest.TestCase):
         (problem,) = check_includes.check_folders([*files, Path("src/io/one_more.h"), Path("src/io/writers/other.h")])
         self.assertIn("src/io: 13 subjects, at most 12", problem)
 
+    def test_counts_subjects_of_tests_and_benchmarks_too(self):
+        for folder, ending in (("tests/io", "_test.cc"), ("tests/python/io", ".py"), ("bench/io", ".py")):
+            files = [Path(folder, f"test_part{n}{ending}") for n in range(12)]
+            self.assertEqual(check_includes.check_folders([*files, Path(folder, "__init__.py")]), [])
+            (problem,) = check_includes.check_folders([*files, Path(folder, "models.h"), Path(folder, "far/other.py")])
+            self.assertIn(f"{folder}: 13 subjects, at most 12", problem)
+        self.assertEqual(check_includes.check_folders([Path(f"tools/tool{n}.py") for n in range(13)]), [])
+
     def test_refuses_packages_of_too_many_modules_but_for_the_public_ones(self):
         names = ["__init__", *(f"part{n}" for n in range(13))]
         self.assertEqual(check_includes.check_folders([Path(f"python/deeptide/{name}.py") for name in names]), [])
