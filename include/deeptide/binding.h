@@ -23,9 +23,15 @@
 #include "deeptide/export.h"
 #include "deeptide/world.h"
 
-namespace deeptide::bench {
+namespace deeptide {
+class Engine;
+namespace bench {
 class CollectiveBench;
 }
+namespace tiers {
+class Spill;
+}
+}  // namespace deeptide
 
 namespace deeptide::binding {
 
@@ -92,6 +98,27 @@ class DEEPTIDE_API CollectiveBench {
 
  private:
   std::unique_ptr<bench::CollectiveBench> bench_;
+};
+
+/// Keeps what forward saves outside the memory of the engine's device until backward wants it. The engine's ledger
+/// counts what that takes; it may outlive the engine. Thread-safe. A forked child may drop tensors, which does nothing.
+class DEEPTIDE_API Spill {
+ public:
+  /// In the host's memory, or, with `folders`, in files there, through `num_blocks` blocks of 4 MiB, at least 4.
+  /// Errors: RuntimeError naming a folder that cannot be used.
+  Spill(const Engine& engine, const std::vector<std::string>& folders, int num_blocks);
+  ~Spill();
+
+  /// Copies the values of a strided tensor. Returns a number for the two below. Errors: RuntimeError naming the folder.
+  int64_t put(const at::Tensor& tensor);
+  /// Returns the tensor again, in memory of its own on its device. Errors: as put.
+  at::Tensor get(int64_t id);
+  void drop(int64_t id) noexcept;
+  /// Bytes of the tensors at the fullest moment.
+  int64_t peak_bytes() const;
+
+ private:
+  std::unique_ptr<tiers::Spill> spill_;
 };
 
 /// Ratio of bus to algorithm bandwidth, as nccl-tests define them. Errors: ConfigError for an unknown name.

@@ -40,6 +40,7 @@ from deeptide._C_memory import PlanChoice as PlanChoice
 from deeptide._C_memory import PlanLine as PlanLine
 from deeptide._C_memory import PlanPhase as PlanPhase
 from deeptide._C_memory import PlanTransfer as PlanTransfer
+from deeptide._C_memory import Spill as Spill
 from deeptide._C_memory import cpu_allocator_stats as cpu_allocator_stats
 from deeptide._C_memory import install_cpu_allocator as install_cpu_allocator
 from deeptide._C_memory import plan as plan
@@ -494,4 +495,5 @@ class Engine(_Bound):
         self, *, masters: bool, moments: bool, gradients: bool, to_files: bool, folders: Sequence[str]
     ) -> None: ...
     def reload_states(self) -> None: ...
+    def spill(self, folders: Sequence[str], num_blocks: int) -> Spill: ...
     def empty_partition_cache(self) -> None: ...

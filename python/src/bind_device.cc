@@ -65,6 +65,12 @@ void bind_device(py::module_& module) {
   module.def("values_of", &zero::values_of);
   module.def("lend_memory", &zero::lend_memory);
   module.def("run_as_operator", &run_as_operator, py::arg("graph"), py::arg("inputs"), py::arg("written"));
+  using SpillPointer = std::unique_ptr<binding::Spill, DeleteWithoutGil<binding::Spill>>;
+  py::class_<binding::Spill, SpillPointer>(module, "Spill", "Keeps saved tensors in the host's memory or in files.")
+      .def("put", &binding::Spill::put, py::arg("tensor"), NoGil())
+      .def("get", &binding::Spill::get, py::arg("id"), NoGil())
+      .def("drop", &binding::Spill::drop, py::arg("id"), NoGil())
+      .def("peak_bytes", &binding::Spill::peak_bytes);
   module.def("sharded_unit", &binding::sharded_unit);
   module.def("wait_for_values", py::overload_cast<const at::Tensor&>(&zero::wait_for_values));
   module.def("wait_for_storage", py::overload_cast<const at::Storage&>(&zero::wait_for_values));

@@ -7,6 +7,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "bindings.h"
+#include "deeptide/binding.h"
 #include "deeptide/engine.h"
 
 namespace deeptide::python {
@@ -128,6 +129,12 @@ void offload_states(EngineHandle& handle, bool masters, bool moments, bool gradi
       {.to = to, .folders = folders, .moments = moments, .masters = masters, .gradients = gradients});
 }
 
+using SpillPointer = std::unique_ptr<binding::Spill, DeleteWithoutGil<binding::Spill>>;
+
+SpillPointer make_spill(EngineHandle& handle, const std::vector<std::string>& folders, int num_blocks) {
+  return SpillPointer(new binding::Spill(*handle.get(), folders, num_blocks));
+}
+
 void bind_training(EngineClass& engine) {
   engine.def("backward", forward_to(&Engine::backward), py::arg("loss"), py::arg("retain_graph") = false, NoGil())
       .def("step", forward_to(&Engine::step), NoGil())
@@ -160,6 +167,7 @@ void bind_questions(EngineClass& engine) {
       .def("device", forward_to(&Engine::device), NoGil())
       .def("memory", forward_to(&Engine::memory), NoGil())
       .def("live_gathered_bytes", forward_to(&Engine::live_gathered_bytes), NoGil())
+      .def("spill", &make_spill, py::arg("folders"), py::arg("num_blocks"), NoGil())
       .def("peak_gathered_bytes", forward_to(&Engine::peak_gathered_bytes), NoGil())
       .def("summary", forward_to(&Engine::summary), NoGil());
 }

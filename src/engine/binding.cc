@@ -3,14 +3,18 @@
 // Answers a language front from the layers that know.
 #include "deeptide/binding.h"
 
+#include <algorithm>
+
 #include "bench/collective_bench.h"
 #include "config/elasticity.h"
 #include "config/section.h"
 #include "config/table/schema.h"
+#include "engine/engine_impl.h"
 #include "numerics/sums/ordered_sum.h"
 #include "ops/kernels.h"
 #include "optim/rules/two_pass_rule.h"
 #include "sharding/gate.h"
+#include "tiers/spill/spill.h"
 #include "world/distributed_options.h"
 
 namespace deeptide::binding {
@@ -97,5 +101,17 @@ CollectiveTimes CollectiveBench::measure(const std::string& collective, int64_t 
 double bus_factor(const std::string& collective, int world_size) {
   return bench::bus_factor(collective_of(collective), world_size);
 }
+
+Spill::Spill(const Engine& engine, const std::vector<std::string>& folders, int num_blocks) {
+  const auto& ledger = EngineAccess::impl_of(engine).ledger;
+  const tiers::OffloadOptions options{folders, std::max(num_blocks, 4)};
+  spill_ = folders.empty() ? tiers::spill_to_host(ledger) : tiers::spill_to_files(options, ledger, engine.device());
+}
+
+Spill::~Spill() = default;
+int64_t Spill::put(const at::Tensor& tensor) { return spill_->put(tensor); }
+at::Tensor Spill::get(int64_t id) { return spill_->get(id); }
+void Spill::drop(int64_t id) noexcept { spill_->drop(id); }
+int64_t Spill::peak_bytes() const { return spill_->peak_bytes(); }
 
 }  // namespace deeptide::binding

@@ -197,6 +197,7 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
 /// Names the above for functions that are no members of an engine.
 struct EngineAccess {
   using Impl = Engine::Impl;
+  static const Impl& impl_of(const Engine& engine) { return *engine.impl_; }
 };
 
 }  // namespace deeptide

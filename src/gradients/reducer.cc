@@ -273,12 +273,19 @@ int64_t Reducer::rounds_wanted() const {
   return std::max<int64_t>(wanted, closes ? 1 : 0);
 }
 
-void Reducer::keep_up(int64_t rounds) {
+bool Reducer::keep_up(int64_t rounds) {
   at::NoGradGuard no_grad;
   std::lock_guard lock(mutex_);
-  if (local_ && begun() == 0) return;  // what accumulates here waits for the boundary, whatever others have begun
-  while (rounds_done_ < rounds && has_next() && !comes(order_[next_]) && queue_.has_room()) issue_next();
+  if (local_ && begun() == 0) return false;  // what accumulates here waits for the boundary, whatever others have begun
+  const auto owes = [&] { return rounds_done_ < rounds && has_next() && queue_.has_room(); };
+  while (owes() && !comes(order_[next_])) issue_next();
   queue_.retire_ready();
+  return owes();
+}
+
+void Reducer::end_coming() {
+  std::lock_guard lock(mutex_);
+  coming_.clear();
 }
 
 void Reducer::go_on() {

@@ -52,7 +52,10 @@ class Reducer {
   int64_t rounds_wanted_with(std::vector<bool> coming);
   /// Sends what this rank owes to `rounds` rounds that another rank has begun and waits in, as far as ranks that are
   /// later still allow. For a rank that gets no more gradients before `finish` but those that rounds_wanted_with knows.
-  void keep_up(int64_t rounds);
+  /// Returns whether such a one is what the others wait for.
+  bool keep_up(int64_t rounds);
+  /// Says that all has been added that rounds_wanted_with was told of: keep_up sends it.
+  void end_coming();
   /// Answers like BucketQueue::advances_alone.
   bool advances_alone() const { return queue_.advances_alone(); }
   /// Goes on with what this rank has sent, unless a thread does so just now. Never waits.

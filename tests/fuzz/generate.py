@@ -175,8 +175,8 @@ class Generator:
         }
 
     def _activations(self):
-        """None, "recompute", or the budget of a choice; one block alone has no policy."""
-        drawn = self.kept.choice(["recompute", "64KiB", "1GiB"]) if self.kept.random() < 0.25 else None
+        """None, "recompute", "files", or the budget of a choice; one block alone has no policy."""
+        drawn = self.kept.choice(["recompute", "files", "64KiB", "1GiB"]) if self.kept.random() < 0.25 else None
         return drawn if self.has_blocks else None
 
     def _states(self):

@@ -115,7 +115,7 @@ def config_of(program, phase, setting, folder):
             "folders": [f"{folder}/drive{number}" for number in range(phase.get("folders", 0))],
             "use_node_local_storage": hosts_of(program) > 1,
         },
-        **subject.activations_of(phase.get("activations")),
+        **subject.activations_of(phase.get("activations"), folder),
         **subject.compression_of(program["model"]),
         **subject.less_work_of(program["model"]),
         **seen,

@@ -227,7 +227,7 @@ def program_of(seed):
     frozen = draw.choice([[], [], [], ["up.weight"], ["norm"], ["embed", "0.weight"]])
     kept = random.Random(f"activations {seed}")
     for phase in phases:
-        drawn = kept.choice(["recompute", "64KiB", "1GiB"]) if kept.random() < 0.3 else None
+        drawn = kept.choice(["recompute", "files", "64KiB", "1GiB"]) if kept.random() < 0.3 else None
         phase["activations"] = drawn if form == "blocks" else None
     return {
         "seed": seed, "form": form, "pair": pair, "blocks": draw.randint(4, 6),
@@ -270,7 +270,7 @@ class Side:
             "deeptide": {"comm_timeout": 30},
         }
         if stages:
-            config |= subject.activations_of(phase.get("activations"))
+            config |= subject.activations_of(phase.get("activations"), folder)
         if stages and phase["tensor"] > 1:
             specs = SPECS[:2] + SPECS[2:] * program["words"]
             config["tensor_parallel"] = {"partition_config": {"use_default_specs": False, "layer_specs": specs}}

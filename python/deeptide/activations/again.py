@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""One block's forward: recomputed in backward, to the bit as it was, or with what it keeps on the host."""
+"""One block's forward: recomputed in backward, to the bit as it was, or with what it keeps elsewhere."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch.utils.checkpoint
 from torch.utils._pytree import tree_leaves
 
 from deeptide._C import ConfigError
-from deeptide.activations.host import OnHost
 from deeptide.activations.measure import Kept, Meter, unchanged, with_version
+from deeptide.activations.spill import SpilledBlock, Store
 
 _Place = tuple[torch.nn.Module, str]  # of a buffer: the module that holds it, and its name there
 
@@ -84,20 +84,24 @@ def _is_recomputed_around() -> bool:
 
 
 class Block:
-    """One block of the model. mode: "keep", "recompute" or "host"."""
+    """One block of the model. mode: "keep", "recompute" or "spill"."""
 
     def __init__(self, name: str, module: torch.nn.Module, mode: str) -> None:
         self.name, self.module, self.mode = name, module, mode
         self.kind = type(module).__name__
         self.meter: Meter | None = None  # while it is measured
         self.taken: type | None = None  # the module's class whose forward comes here
-        self.on_host = OnHost(module) if mode == "host" else None
+        self._spilled: SpilledBlock | None = None
         self._buffers = _Buffers(module)
+
+    def spill_to(self, store: Store) -> None:
+        """Has what it keeps lie there from now on."""
+        self.mode, self._spilled = "spill", SpilledBlock(self.module, store)
 
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The block's forward, with gradients."""
-        if self.on_host is not None:
-            with self.on_host.hooks():
+        if self._spilled is not None:
+            with contextlib.nullcontext() if _is_recomputed_around() else self._spilled.hooks():
                 return call(*args, **kwargs)
         args, kwargs = self._without_cache(args, kwargs)
         if self.mode == "keep" or _is_recomputed_around():

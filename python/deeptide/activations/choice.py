@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which blocks backward computes again so that activations fit a budget, at the least time."""
+"""Which blocks keep nothing in memory for backward, so that activations fit a budget, at the least time."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Measured(NamedTuple):
 class Choice:
     """The fate of each block's activations. Units: bytes of one rank, over the micro-batches that are alive."""
 
-    policy: str  # "recompute", "host" or "auto"
+    policy: str  # "recompute", "host", "files" or "auto"
     blocks: list[str]  # their paths in the model, in order
     recomputed: list[str]  # those that backward computes again
     budget_bytes: int | None = None  # with "auto"
@@ -57,6 +57,9 @@ class Choice:
     recomputed_seconds: float | None = None  # that recomputation takes for one micro-batch
     live: int = 1  # micro-batches whose activations are alive at once
     host_bytes: int = 0  # the most that lay in the host's memory, with "host"
+    in_files: list[str] = dataclasses.field(default_factory=list)  # blocks whose activations go to files
+    file_bytes: int = 0  # the most that lay in files
+    files_seconds: float | None = None  # that files add to one micro-batch, with "auto"
 
     @property
     def is_pending(self) -> bool:
@@ -66,6 +69,8 @@ class Choice:
     def __str__(self) -> str:
         if self.policy == "host":
             return f"activations: what {len(self.blocks)} blocks keep goes to the host's memory until backward"
+        if self.policy == "files":
+            return f"activations: what {len(self.blocks)} blocks keep goes to files until backward"
         if self.policy == "recompute":
             return f"activations: {len(self.blocks)} blocks are recomputed in backward"
         if self.is_pending:
@@ -75,6 +80,9 @@ class Choice:
             )
         which = f"{len(self.recomputed)} of {len(self.blocks)} blocks are recomputed{_names(self.recomputed)}"
         seconds = f", {1e3 * (self.recomputed_seconds or 0):.1f} ms a micro-batch" if self.recomputed else ""
+        if self.in_files:
+            seconds += f", what {len(self.in_files)}{_names(self.in_files)} keep goes to files"
+            seconds += f", {1e3 * (self.files_seconds or 0):.1f} ms"
         return (
             f"activations: {which}{seconds}: {size(self.predicted_bytes)} of the {size(self.budget_bytes)} allowed; "
             f"without recomputation {size(self.kept_bytes)}"
@@ -124,7 +132,7 @@ def alike(blocks: Sequence[Measured], kinds: Sequence[str]) -> list[Measured]:
 
 
 def choose(blocks: Sequence[Measured], outside: int, live: int, budget: int) -> list[bool] | None:
-    """Whether each block is recomputed: the least time whose peak is within the budget. None: there is no such choice.
+    """Whether each block is recomputed or put away: the least time whose peak is within the budget. None: none is.
 
     At equal times, earlier blocks are recomputed: they are at the end of backward, when the later ones keep nothing any
     more. With several micro-batches alive the time is the least of those that leave room for the largest block, or of

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's policy for activations: which blocks are recomputed, chosen once for the ranks that share a step."""
+"""An engine's policy for activations: what blocks keep and where, chosen once for the ranks that share a step."""
 
 from __future__ import annotations
 
@@ -19,11 +19,21 @@ from deeptide.activations.again import Block
 from deeptide.activations.blocks import blocks_of, check_reach, give_back, take_over
 from deeptide.activations.choice import Choice, Measured, alike, budget_of, choose, peak, size
 from deeptide.activations.measure import Meter
+from deeptide.activations.spill import BLOCK_BYTES, Rates, Store, measure
 from deeptide.pipeline.module import PipelineModule
 
 if TYPE_CHECKING:
     from deeptide._C import StepOutcome
     from deeptide.engine import Engine
+
+
+_SPILLING = ("host", "files")  # policies by which all that blocks keep lies elsewhere
+_NEVER = 1 << 62  # nanoseconds of what is no choice
+
+
+def _files_ns(block: Measured, rates: Rates | None) -> int:
+    """Nanoseconds that files add to a block's micro-batch."""
+    return _NEVER if rates is None else max(round(1e9 * rates.seconds(block.bytes, block.nanoseconds / 1e9)), 1)
 
 
 class Activations:
@@ -33,6 +43,10 @@ class Activations:
         """Errors: ConfigError; nothing was changed."""
         self._budget = budget_of(section)
         self._policy = section["policy"] if self._budget is None else "auto"
+        folders = section["nvme_path"] or []
+        self._folders = [folders] if isinstance(folders, str) else folders
+        self._num_blocks = section["buffer_count"]
+        self._store: Store | None = None
         self._model = model
         self._deferred: list[Callable[[], None]] = []
         self._meter: Meter | None = None
@@ -40,14 +54,15 @@ class Activations:
         self._find()
 
     def _find(self) -> None:
-        mode = "host" if self._policy == "host" else "recompute"
+        spills = self._policy in _SPILLING
         found = blocks_of(self._model, self._policy)
-        self._blocks = [Block(name, module, mode) for name, module in found.items()]
+        self._blocks = [Block(name, module, "keep" if spills else "recompute") for name, module in found.items()]
         check_reach(self._blocks)
         # The switches of Transformers' own recomputation: of the model's modules, wherever a version has them.
         self._switches = [m for m in self._model.modules() if hasattr(m, "gradient_checkpointing")]
-        redone = list(found) if mode == "recompute" else []
-        self.choice = Choice(self._policy, list(found), redone, budget_bytes=self._budget)
+        redone = [] if spills else list(found)
+        in_files = list(found) if self._policy == "files" else []
+        self.choice = Choice(self._policy, list(found), redone, budget_bytes=self._budget, in_files=in_files)
 
     @staticmethod
     def _check(model: torch.nn.Module, policy: str) -> None:
@@ -59,7 +74,7 @@ class Activations:
         if policy == "host" and device_of(model).type == "cpu":
             raise ConfigError(
                 'activation_checkpointing.policy is "host", and on a CPU all of it lies in the host\'s memory; take '
-                '"recompute", or "auto" with memory'
+                '"recompute", "files" with nvme_path, or "auto" with memory'
             )
         if recomputes(model):
             _refuse_twice(model)
@@ -73,6 +88,11 @@ class Activations:
             say(str(self.choice))
 
     def _begin(self) -> None:
+        if self._policy in _SPILLING or self._folders:
+            self._store = Store(self._engine._core, self._folders, self._num_blocks)
+        if self._store is not None and self._policy in _SPILLING:
+            for block in self._blocks:
+                block.spill_to(self._store)
         take_over(self._blocks)
         self.choice = dataclasses.replace(self.choice, live=self._live)
         if self._policy == "auto":
@@ -93,8 +113,11 @@ class Activations:
 
     def current(self) -> Choice:
         """The choice as it is now."""
-        most = sum(block.on_host.tally.most for block in self._blocks if block.on_host is not None)
-        return dataclasses.replace(self.choice, host_bytes=most) if most else self.choice
+        if self._store is None:
+            return self.choice
+        most = self._store.peak_bytes()
+        where = {"file_bytes": most} if self._folders else {"host_bytes": most}
+        return dataclasses.replace(self.choice, **where)
 
     def after_choice(self, work: Callable[[], None]) -> bool:
         """Does it once the first step has measured. False: that is so already, or needs no measure."""
@@ -149,7 +172,7 @@ class Activations:
         if not has_measured:
             return
         self._check_room(blocks, outside)
-        self._take(blocks, outside)
+        self._take(blocks, outside, self._rates())
         self._apply()
         engine = self._engine
         team = engine.tensor_team
@@ -160,7 +183,14 @@ class Activations:
     def _agreed(self, meter: Meter) -> tuple[list[Measured], int, bool]:
         """The most of all ranks of the data team, alike on them and on ranks that share layers. Collective."""
         figures = [float(each) for block in meter.results() for each in block]
-        own = torch.tensor([*figures, meter.outside, meter.has_measured], dtype=torch.float64)
+        *numbers, outside, has_measured = self._most([*figures, meter.outside, meter.has_measured])
+        count = len(self._blocks)
+        rows = [Measured(*(int(each) for each in numbers[3 * i : 3 * i + 3])) for i in range(count)]
+        return rows, int(outside), bool(has_measured)
+
+    def _most(self, figures: list[float]) -> list[float]:
+        """The most of all ranks of the data team, alike on them and on ranks that share layers. Collective."""
+        own = torch.tensor(figures, dtype=torch.float64)
         engine = self._engine
         most = torch.zeros_like(own)
         for rank in range(engine.data_parallel_size):
@@ -170,32 +200,53 @@ class Activations:
             most = torch.maximum(most, values)
         if engine.tensor_team is not None:
             engine.tensor_team.core.broadcast(most, "step")
-        *numbers, outside, has_measured = most.tolist()
-        count = len(self._blocks)
-        rows = [Measured(*(int(each) for each in numbers[3 * i : 3 * i + 3])) for i in range(count)]
-        return rows, int(outside), bool(has_measured)
+        return most.tolist()
 
-    def _take(self, blocks: list[Measured], outside: int) -> None:
+    def _rates(self) -> Rates | None:
+        """Measures what files cost while all ranks use them; None: there are none. Collective."""
+        if self._store is None:
+            return None
+        return Rates(*self._most(list(measure(self._store, self._num_blocks, self._engine.device))))
+
+    def _take(self, blocks: list[Measured], outside: int, rates: Rates | None) -> None:
         assert self._budget is not None
         blocks = alike(blocks, [block.kind for block in self._blocks])
-        again = choose(blocks, outside, self._live, self._budget)
-        assert again is not None  # _check_room has seen to it
+        seconds = [_files_ns(block, rates) for block in blocks]
+        away = None
+        if rates is not None:  # what passes through memory on its way to files takes some of the budget
+            room = self._budget - self._num_blocks * BLOCK_BYTES
+            costs = [
+                block._replace(nanoseconds=min(block.nanoseconds, ns))
+                for block, ns in zip(blocks, seconds, strict=True)
+            ]
+            away = choose(costs, outside, self._live, room)
+        if away is None:
+            away, seconds = choose(blocks, outside, self._live, self._budget), [_NEVER] * len(blocks)
+        assert away is not None  # _check_room has seen to it
         none, every = [False] * len(blocks), [True] * len(blocks)
-        time = sum(block.nanoseconds for block, redone in zip(blocks, again, strict=True) if redone)
+        rows = [row for row, gone in zip(zip(self._blocks, blocks, seconds, strict=True), away, strict=True) if gone]
+        files = [(block.name, ns) for block, measured, ns in rows if ns < measured.nanoseconds]
+        redone = [(block.name, measured.nanoseconds) for block, measured, ns in rows if ns >= measured.nanoseconds]
         self.choice = dataclasses.replace(
             self.choice,
-            recomputed=[block.name for block, redone in zip(self._blocks, again, strict=True) if redone],
-            predicted_bytes=peak(blocks, again, outside, self._live),
+            recomputed=[name for name, _ in redone],
+            in_files=[name for name, _ in files],
+            predicted_bytes=peak(blocks, away, outside, self._live) + (self._num_blocks * BLOCK_BYTES if files else 0),
             kept_bytes=peak(blocks, none, outside, self._live),
             least_bytes=peak(blocks, every, outside, self._live),
-            recomputed_seconds=time / 1e9,
+            recomputed_seconds=sum(ns for _, ns in redone) / 1e9,
+            files_seconds=sum(ns for _, ns in files) / 1e9 if files else None,
         )
 
     def _apply(self) -> None:
-        redone = set(self.choice.recomputed)
+        redone, in_files = set(self.choice.recomputed), set(self.choice.in_files)
         self._meter = None
+        if not in_files and self._policy == "auto":
+            self._store = None
         for block in self._blocks:
             block.meter, block.mode = None, "recompute" if block.name in redone else "keep"
+            if block.name in in_files and self._store is not None:
+                block.spill_to(self._store)
         deferred, self._deferred = self._deferred, []
         for work in deferred:
             work()
@@ -211,6 +262,7 @@ class Activations:
             "live": self._live,
             "samples": engine.train_micro_batch_size_per_gpu(),
             "mesh": engine.mesh | {"data": 0},
+            "files": bool(self._folders),
         }
 
     def state_dict(self) -> dict[str, Any] | None:

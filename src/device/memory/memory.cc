@@ -100,9 +100,11 @@ const char* role_name(Role role) {
                                            "communication",
                                            "gradients while ranks are late",
                                            "communication while ranks are late",
+                                           "activations",
                                            "optimizer states in the host's memory",
                                            "parameters in the host's memory",
-                                           "gradients in the host's memory"};
+                                           "gradients in the host's memory",
+                                           "activations in the host's memory"};
   return kNames[static_cast<int>(role)];
 }
 

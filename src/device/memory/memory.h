@@ -31,11 +31,13 @@ enum class Role : uint8_t {
   communication,
   late_gradients,      // beyond what was reserved, mostly because another rank is late
   late_communication,  // likewise
+  activations,         // what passes through memory on its way to files and back
   host_optimizer,      // of a device's engine, in the host's memory: no cap of the device's memory counts it
   host_parameters,     // likewise
   host_gradients,      // likewise
+  host_activations,    // likewise
 };
-inline constexpr int kNumRoles = 10;
+inline constexpr int kNumRoles = 12;
 const char* role_name(Role role);
 /// Whether it counts memory of the host beside a device's.
 inline bool is_off_device(Role role) { return role >= Role::host_optimizer; }

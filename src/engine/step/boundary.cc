@@ -85,7 +85,7 @@ std::vector<Close> Boundary::enter(Call call, const std::function<void(Close&)>&
 }
 
 /// This rank's reductions go on while it waits, and hold nobody up; nor does a rank that waits, too far
-/// ahead, for reductions which this one only has to begin.
+/// ahead, for reductions which this one only has to begin, also with gradients that lie in `.grad` yet.
 std::vector<Close> Boundary::close(const Close& own, bool ends_pass) {
   const bool idle = !reducer_ || reducer_->advances_alone();
   for (;;) {
@@ -93,7 +93,11 @@ std::vector<Close> Boundary::close(const Close& own, bool ends_pass) {
     if (preemption_ && preemption_->is_on()) preemption_->is_asked();
     if (!reducer_) continue;
     if (!idle) reducer_->go_on();
-    if (const int64_t rounds = channels_.rounds().most_announced(); rounds > 0) reducer_->keep_up(rounds);
+    const int64_t rounds = channels_.rounds().most_announced();
+    if (rounds == 0 || !reducer_->keep_up(rounds) || !take_early_) continue;
+    take_early_();
+    reducer_->end_coming();
+    reducer_->keep_up(rounds);
   }
 }
 

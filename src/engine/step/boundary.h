@@ -47,6 +47,10 @@ class Boundary {
     preemption_ = &preemption;
   }
 
+  /// `take`: takes the gradients that rounds_wanted_with was told of. It is called while this rank waits for ranks that
+  /// cannot go on without them; else they are taken once all ranks' checks have passed.
+  void take_early_by(std::function<void()> take) { take_early_ = std::move(take); }
+
   /// From now on steps and saves are a CheckpointError of this text, on all ranks alike, until go_on().
   void refuse_to_go_on(std::string why) { refusal_ = std::move(why); }
   void go_on() { refusal_.clear(); }
@@ -100,6 +104,7 @@ class Boundary {
   zero::Arrivals* arrivals_;
   Saver* saver_ = nullptr;
   Preemption* preemption_ = nullptr;
+  std::function<void()> take_early_;
   std::string refusal_;  // of steps and saves; empty: none
 };
 

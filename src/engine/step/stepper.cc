@@ -42,6 +42,7 @@ Stepper::Stepper(const StepperParts& parts, std::unique_ptr<optim::Schedule> sch
   follow_loss_scale();
   follow_schedule();
   follow_boundary();
+  if (parts_.intake) parts_.boundary.take_early_by([this] { parts_.intake->take_left(); });
   sent_bytes_ = bytes_sent_for_steps();  // what initialize made equal on all ranks
 }
 

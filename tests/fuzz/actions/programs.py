@@ -19,7 +19,7 @@ program = {
               other memory, "config": {…}, "offload",
               "quantized": None | int8 | int4, how gradients travel, "fed_back": the error is added to the next ones,
               "folders": over how many shards of checkpoints are cut, 0: none, "beside": training goes on during saves,
-              "activations": None | recompute | the budget of an automatic choice,
+              "activations": None | recompute | files | the budget of an automatic choice,
               "packed": packed masters, "moments": bf16 ones, "placement": {kind of state: its share in memory},
               "acts": [{"act": name, …}]}]
 }

@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from deeptide.activations import spill
 from deeptide.compression import CompressionSchedule, init_compression
 from deeptide.efficiency import PackedDataset, PackingCollator, block_diagonal_mask
 from deeptide.ops import linear_cross_entropy
@@ -110,10 +111,13 @@ class Subject(nn.Module):
         return linear_cross_entropy(hidden.float(), weight, targets, IGNORED, bias=bias)
 
 
-def activations_of(policy):
-    """The section of a configuration that recomputes blocks: all of them, or as many as a budget needs."""
+def activations_of(policy, folder):
+    """The section of a configuration that recomputes blocks, all of them or as many as a budget needs, or has files."""
     if not policy:
         return {}
+    if policy == "files":
+        spill._LEAST_BYTES = 1  # also of tensors as small as these
+        return {"activation_checkpointing": {"policy": policy, "nvme_path": f"{folder}/kept", "buffer_count": 4}}
     asked = {"policy": policy} if policy == "recompute" else {"policy": "auto", "memory": policy}
     return {"activation_checkpointing": asked}
 

@@ -135,6 +135,8 @@ class Judge:
         acts = [act for phase in phases for act in phase["acts"]]
         special = {"boundary", "no_sync", "add_left_out"} & {act["act"] for act in acts}
         special = special or any(is_raw(act) or act.get("way") in UNCOUNTED for act in acts)
+        # A backward that fails leaves rounds begun, which a call that is refused may go on with before the next one.
+        special = special or any(act["act"] == "raise" and act["where"] == "backward" for act in acts)
         traits = traits_of(self.program, setting) if special else ()
         quantized = tuple(quantized_in(phase, setting.of(phase)) for phase in phases)
         late = tuple(phase["gas"] > 1 and setting.of(phase).stage >= 2 for phase in phases)

@@ -8,35 +8,45 @@ namespace deeptide::config {
 namespace {
 
 Key activation_checkpointing_section() {
-  return section("activation_checkpointing",
-                 "What autograd keeps of a model's blocks between forward and backward, and options of DeepSpeed's "
-                 "checkpoint function.",
-                 {
-                     choice("policy", "none", {"none", "recompute", "host"},
-                            "\"recompute\": backward computes every block again. \"host\": what blocks keep goes to "
-                            "the host's memory and comes back; for accelerators. \"auto\", with memory: as few blocks "
-                            "are recomputed as the first step shows to be needed. Numbered blocks of Python models.")
-                         .auto_means("the fewest blocks to recompute so that memory holds; without memory, none")
-                         .read_by("python/deeptide/activations"),
-                     anything("memory",
-                              "With policy \"auto\": the most that activations of one rank may take, a size such as "
-                              "\"6GiB\" or a number of bytes.")
-                         .read_by("python/deeptide/activations"),
-                     flag("partition_activations", false, "Share kept activations out to model-parallel ranks.")
-                         .never("there are no model-parallel ranks to share them out to"),
-                     integer("number_checkpoints", {}, "Kept activations.")
-                         .at_least(0)
-                         .never("it sizes a buffer of DeepSpeed's; torch keeps activations one by one"),
-                     flag("contiguous_memory_optimization", false, "Keep them in one buffer.")
-                         .never("torch.utils.checkpoint keeps activations one by one"),
-                     flag("synchronize_checkpoint_boundary", false, "Synchronise the device at each.")
-                         .never("nothing depends on it but DeepSpeed's timers"),
-                     flag("profile", false, "Time each.").never(kNotSeen),
-                     flag("cpu_checkpointing", false,
-                          "deepspeed.checkpointing.configure(deepspeed_config=…) makes its checkpoint function keep "
-                          "activations in CPU memory.")
-                         .read_by("python/deeptide/as_deepspeed/training/checkpointing.py"),
-                 });
+  return section(
+      "activation_checkpointing",
+      "What autograd keeps of a model's blocks between forward and backward, and options of DeepSpeed's "
+      "checkpoint function.",
+      {
+          choice("policy", "none", {"none", "recompute", "host", "files"},
+                 "\"recompute\": backward computes every block again. \"host\": what blocks keep goes to "
+                 "the host's memory and comes back; for accelerators. \"files\": to files in nvme_path. \"auto\", "
+                 "with memory: as few blocks are recomputed, or, with nvme_path, go to files as the first "
+                 "step shows to be needed. Numbered blocks of Python models.")
+              .auto_means("the fewest blocks to recompute or write to files so that memory holds; without memory, none")
+              .read_by("python/deeptide/activations"),
+          anything("memory",
+                   "With policy \"auto\": the most that activations of one rank may take, a size such as "
+                   "\"6GiB\" or a number of bytes.")
+              .read_by("python/deeptide/activations"),
+          list("nvme_path", Kind::word, {},
+               "With policy \"files\" or \"auto\": folder of the files, or several, over which they are "
+               "striped.")
+              .or_one()
+              .read_by("python/deeptide/activations"),
+          integer("buffer_count", 8, "Blocks of 4 MiB in memory between a rank and its files.")
+              .between(4, 1024)
+              .read_by("python/deeptide/activations"),
+          flag("partition_activations", false, "Share kept activations out to model-parallel ranks.")
+              .never("there are no model-parallel ranks to share them out to"),
+          integer("number_checkpoints", {}, "Kept activations.")
+              .at_least(0)
+              .never("it sizes a buffer of DeepSpeed's; torch keeps activations one by one"),
+          flag("contiguous_memory_optimization", false, "Keep them in one buffer.")
+              .never("torch.utils.checkpoint keeps activations one by one"),
+          flag("synchronize_checkpoint_boundary", false, "Synchronise the device at each.")
+              .never("nothing depends on it but DeepSpeed's timers"),
+          flag("profile", false, "Time each.").never(kNotSeen),
+          flag("cpu_checkpointing", false,
+               "deepspeed.checkpointing.configure(deepspeed_config=…) makes its checkpoint function keep "
+               "activations in CPU memory.")
+              .read_by("python/deeptide/as_deepspeed/training/checkpointing.py"),
+      });
 }
 
 Key sparse_attention_section() {
