@@ -116,8 +116,9 @@ class Activations:
         if self._store is None:
             return self.choice
         most = self._store.peak_bytes()
-        where = {"file_bytes": most} if self._folders else {"host_bytes": most}
-        return dataclasses.replace(self.choice, **where)
+        if self._folders:
+            return dataclasses.replace(self.choice, file_bytes=most)
+        return dataclasses.replace(self.choice, host_bytes=most)
 
     def after_choice(self, work: Callable[[], None]) -> bool:
         """Does it once the first step has measured. False: that is so already, or needs no measure."""

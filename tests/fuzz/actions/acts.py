@@ -8,9 +8,10 @@ An act returns what it has seen, by name, for comparison; None where it had noth
 import copy
 
 import torch
+from torch import nn
+
 from actions import subject
 from actions.programs import pick
-from torch import nn
 
 
 class UserError(Exception):

@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loader that initialize returns, as one rank iterates it, and what docs say of where an iteration goes on."""
 
-from actions import subject
-
 import deeptide
+from actions import subject
 
 
 class Loader:

@@ -9,9 +9,9 @@ program steps it.
 """
 
 import torch
-from actions import subject
 from torch.optim import lr_scheduler
 
+from actions import subject
 from deeptide.efficiency.variable_batches import lr_scheduler_for_variable_batch_size
 
 

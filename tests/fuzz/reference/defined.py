@@ -3,6 +3,7 @@
 """Programs about which something is said: acts and settings that the oracle knows no answer to are left out."""
 
 from actions.programs import SETTINGS
+
 from reference import oracle
 from reference.expected import OpenError, UndefinedError
 

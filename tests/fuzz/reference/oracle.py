@@ -10,6 +10,7 @@ import torch
 from actions import surroundings
 from actions.acts import ACTS, RELATIVE, UNCOUNTED, is_raw, values_for
 from actions.programs import STATES, acts_of, hosts_of, is_low, is_packed, pick, placement_of, quantized_in
+
 from reference.expected import (
     AWAY,
     DIFFERENT_CALLS,

@@ -10,10 +10,11 @@ from actions import acts, schedules, subject
 from actions.acts import Rank
 from actions.loaders import Loader
 from actions.programs import LOSS_SCALE, OWN, STATES, is_low, placement_of, quantized_in
+from torch import nn
+
 from reference.expected import BY_HAND, MISFIT, MOVED, NEEDS_GRAD, NO_GRADIENT, OF_ANOTHER, TWO_VALUES, UNFROZEN
 from reference.noise import EPSILON, OF_MASTERS, OF_MOMENTS, OF_QUANTIZED
 from reference.partly import Shares, cast, make_plain
-from torch import nn
 
 TRANSPOSE = "pair.decode.weight"  # the second name of pair.encode.weight, which is the first in the flat memory
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from actions.acts import UNCOUNTED, is_raw
 from actions.programs import acts_of, is_low, quantized_in
+
 from reference.expected import Raises
 from reference.oracle import expected_of, traits_of
 
