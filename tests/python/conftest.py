@@ -72,16 +72,15 @@ _DUE = pytest.StashKey()  # when a case of this turn begins at the latest
 
 
 def _combinations(item, thorough):
-    """Chooses from a test's grid: each two of its parameters with their values, or each one alone.
+    """Chooses from a test's grid: each value of its parameters, or each two values together.
 
     All tests of a grid of which nothing is to be left out show nothing.
     """
     params = getattr(getattr(item, "callspec", None), "params", {})
     values = sorted((name, repr(value)) for name, value in params.items())  # the same object in all its cases
-    costly = item.get_closest_marker("costly")
-    if costly and not thorough:
-        return set(itertools.combinations(values, 1))
-    return set(itertools.combinations(values, 2)) if len(values) > 2 and (costly or not thorough) else set()
+    if not thorough:
+        return set(itertools.combinations(values, 1)) if len(values) > 1 else set()
+    return set(itertools.combinations(values, 2)) if len(values) > 2 and item.get_closest_marker("costly") else set()
 
 
 def _cover(grid, thorough):
@@ -335,7 +334,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "apart: ranks share no memory, as if each were on a host of its own")
     config.addinivalue_line("markers", "both_ways: once with memory that the ranks share, once `apart`")
     config.addinivalue_line("markers", "slow: left out unless THOROUGH=1")
-    config.addinivalue_line("markers", "costly: two cases of a grid; THOROUGH=1: each two values together")
+    config.addinivalue_line("markers", "costly: at most two cases of a grid; THOROUGH=1: each two values together")
 
 
 def pytest_generate_tests(metafunc):

@@ -50,6 +50,7 @@ class Activations:
         self._model = model
         self._deferred: list[Callable[[], None]] = []
         self._meter: Meter | None = None
+        self._check_folders()
         self._check(model, self._policy)
         self._find()
 
@@ -63,6 +64,18 @@ class Activations:
         redone = [] if spills else list(found)
         in_files = list(found) if self._policy == "files" else []
         self.choice = Choice(self._policy, list(found), redone, budget_bytes=self._budget, in_files=in_files)
+
+    def _check_folders(self) -> None:
+        if self._policy == "files" and not self._folders:
+            raise ConfigError(
+                'activation_checkpointing.policy is "files", and nvme_path is missing: give it a folder on the drive, '
+                "or a list of folders"
+            )
+        if self._folders and self._policy not in ("files", "auto"):
+            raise ConfigError(
+                f'activation_checkpointing.nvme_path is for policy "files" or "auto", and policy is "{self._policy}"; '
+                "set one of these, or leave nvme_path out"
+            )
 
     @staticmethod
     def _check(model: torch.nn.Module, policy: str) -> None:

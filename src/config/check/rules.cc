@@ -119,16 +119,7 @@ bool is_size(const JsonValue& value) {
 }
 
 void check_activations(const Values& values, Problems& problems) {
-  const std::string memory = "activation_checkpointing.memory", folders = "activation_checkpointing.nvme_path";
-  const std::string policy = values.word("activation_checkpointing.policy");
-  if (policy == "files" && !values.given(folders)) {
-    blame(values, "activation_checkpointing.policy",
-          "\"files\" needs activation_checkpointing.nvme_path: a folder on the drive, or a list of folders", problems);
-  }
-  if (values.given(folders) && policy != "files" && !values.at("activation_checkpointing.policy").automatic) {
-    blame(values, folders, "is for activation_checkpointing.policy \"files\" or \"auto\"; set one, or leave this out",
-          problems);
-  }
+  const std::string memory = "activation_checkpointing.memory";
   if (!values.given(memory)) return;
   if (!values.at("activation_checkpointing.policy").automatic) {
     blame(values, memory, "is the budget of activation_checkpointing.policy \"auto\"; set that, or leave this out",

@@ -4,8 +4,10 @@
 #include "tiers/spill/spilled_form.h"
 
 #include <ATen/ops/empty_strided.h>
-#include <c10/core/Contiguity.h>
-#include <c10/util/Exception.h>
+
+#include <algorithm>
+
+#include "base/invariant.h"
 
 namespace deeptide::tiers {
 
@@ -15,7 +17,7 @@ SpilledForm::SpilledForm(const Tensor& tensor)
     : sizes_(tensor.sizes().vec()),
       options_(at::TensorOptions().dtype(tensor.dtype()).device(tensor.device())),
       nbytes_(tensor.numel() * static_cast<int64_t>(tensor.itemsize())) {
-  TORCH_CHECK(tensor.layout() == at::kStrided, "deeptide: only a strided tensor can lie elsewhere");
+  DEEPTIDE_INVARIANT(tensor.layout() == at::kStrided, "a strided tensor, not one of layout ", tensor.layout());
   if (tensor.is_non_overlapping_and_dense()) {
     strides_ = tensor.strides().vec();
     return;

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activations go to files and come back for backward: the same bits, less memory, and errors that say where."""
 
-import json
 import resource
 
 import models
@@ -170,15 +169,17 @@ def fill_the_drive(folder):
 @pytest.mark.parametrize(
     ("activations", "text"),
     [
-        ({"policy": "files"}, '"files" needs activation_checkpointing.nvme_path: a folder on the drive'),
-        ({"policy": "host", "nvme_path": "/x"}, 'is for activation_checkpointing.policy "files" or "auto"'),
-        ({"nvme_path": "/x"}, 'is for activation_checkpointing.policy "files" or "auto"'),
+        ({"policy": "files"}, 'policy is "files", and nvme_path is missing: give it a folder on the drive'),
+        ({"policy": "host", "nvme_path": "/x"}, 'is for policy "files" or "auto", and policy is "host"'),
+        ({"policy": "recompute", "nvme_path": ["/x"]}, 'is for policy "files" or "auto", and policy is "recompute"'),
         (files("/x", buffer_count=1), "buffer_count"),
     ],
 )
 def test_what_fits_no_policy_is_refused(activations, text):
     with pytest.raises(deeptide.ConfigError) as refused:
-        deeptide.Config.from_text(json.dumps(models.config(0) | {"activation_checkpointing": activations}))
+        deeptide.initialize(
+            model=models.make_model(), config=models.config(0, activation_checkpointing=activations), world=alone()
+        )
     assert text in str(refused.value)
 
 
