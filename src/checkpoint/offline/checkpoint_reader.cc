@@ -23,6 +23,7 @@ using checkpoint::Region;
 namespace {
 
 constexpr size_t kNamedTensors = 5;
+constexpr int64_t kAheadBytes = 3 * checkpoint::kHashedBlockBytes;  // that the system fetches meanwhile
 
 CheckpointTensor describe(const Logical& logical) {
   const int64_t numel = checkpoint::numel_of(logical.shape, logical.key);
@@ -165,9 +166,13 @@ void for_each_block(const CheckpointReader& reader, const CheckpointTensor& tens
                     const std::function<void(int64_t, int64_t, const char*)>& visit) {
   const auto& logical = reader.parts().logical(tensor);
   const auto block = std::make_unique_for_overwrite<char[]>(std::min(kHashedBlockBytes, tensor.bytes));
+  int64_t announced = std::min(block_end(logical, 0, tensor.numel), tensor.numel);
   for (int64_t begin = 0; begin < tensor.numel;) {
     const int64_t end = block_end(logical, begin, tensor.numel);
-    if (end < tensor.numel) announce_range(reader, logical, end, block_end(logical, end, tensor.numel));
+    const int64_t ahead = kAheadBytes / element_bytes(logical.dtype);
+    for (; announced < std::min(end + ahead, tensor.numel); announced = block_end(logical, announced, tensor.numel)) {
+      announce_range(reader, logical, announced, block_end(logical, announced, tensor.numel));
+    }
     reader.read_into(tensor, begin, end, block.get());
     visit(begin, end - begin, block.get());
     begin = end;

@@ -1,76 +1,28 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Appends bytes and a piece's elements to a file in large blocks at aligned offsets, several under way at a time.
+// Copies what is appended into the writer's blocks.
 #include "checkpoint/save/block_writer.h"
 
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <cstdlib>
 #include <cstring>
-#include <new>
-#include <utility>
+#include <span>
 
 namespace deeptide::checkpoint {
-namespace {
 
-int64_t round_up(int64_t bytes) { return (bytes + io::kAlignment - 1) / io::kAlignment * io::kAlignment; }
-
-}  // namespace
-
-void BlockWriter::Free::operator()(char* memory) const { std::free(memory); }
-
-BlockWriter::BlockWriter(const std::string& path, int64_t buffer_bytes)
-    : file_(File::create_direct(path)), blocks_(std::max<size_t>(2, static_cast<size_t>(buffer_bytes / kBlockBytes))) {}
-
-BlockWriter::~BlockWriter() { queue_.reset(); }
-
-/// The place of the next bytes.
-char* BlockWriter::room() {
-  Block& block = blocks_[current_];
-  if (!block.memory) {
-    block.memory.reset(static_cast<char*>(std::aligned_alloc(io::kAlignment, kBlockBytes)));
-    if (!block.memory) throw std::bad_alloc();
-  }
-  return block.memory.get() + used_;
-}
-
-/// `bytes` more lie in the current block.
-void BlockWriter::fill(int64_t bytes) {
-  hasher_.update(blocks_[current_].memory.get() + used_, bytes);
-  used_ += bytes;
-  if (used_ == kBlockBytes) start(kBlockBytes);
-}
-
-/// Starts to write the current block, and goes on to the next one once that is free.
-void BlockWriter::start(int64_t bytes) {
-  Block& block = blocks_[current_];
-  block.offset = offset_;
-  block.bytes = bytes;
-  const int refused = refusal("write", file_.path());
-  if (refused != 0)
-    fail("write " + std::to_string(bytes) + " bytes at offset " + std::to_string(offset_) + " of", file_.path(),
-         refused);
-  if (!queue_) queue_ = io::make_queue(static_cast<int>(blocks_.size()));
-  block.ticket = queue_->start({file_.descriptor(), offset_, block.memory.get(), bytes, /*read=*/false});
-  offset_ += std::exchange(used_, 0);
-  current_ = (current_ + 1) % blocks_.size();
-  settle(blocks_[current_]);
-}
-
-/// A short write does not say why: the file's own call is asked again.
-void BlockWriter::settle(Block& block) {
-  if (block.ticket == 0) return;
-  const int error = queue_->wait(std::exchange(block.ticket, 0));
-  if (error != 0) file_.write_at(block.memory.get(), block.bytes, block.offset);
+/// `data`: the writer's room, which holds `bytes` more.
+void BlockWriter::fill(const char* data, int64_t bytes) {
+  hasher_.update(data, bytes);
+  writer_.fill(bytes);
 }
 
 void BlockWriter::append(const void* data, int64_t bytes) {
   for (const char* cursor = static_cast<const char*>(data); bytes > 0;) {
-    const int64_t taken = std::min(bytes, kBlockBytes - used_);
-    std::memcpy(room(), cursor, static_cast<size_t>(taken));
-    fill(taken);
+    const std::span<char> free = writer_.room();
+    const int64_t taken = std::min(bytes, std::ssize(free));
+    std::memcpy(free.data(), cursor, static_cast<size_t>(taken));
+    fill(free.data(), taken);
     cursor += taken;
     bytes -= taken;
   }
@@ -86,25 +38,13 @@ void BlockWriter::append(const PieceData& data, int64_t numel) {
   const int64_t width = static_cast<int64_t>(c10::elementSize(data.dtype()));
   const at::Tensor flat = tensor.defined() ? tensor.view({-1}) : tensor;
   for (int64_t begin = 0; begin < numel;) {
-    const int64_t count = std::min(numel - begin, (kBlockBytes - used_) / width);
-    const at::Tensor part = at::from_blob(room(), {count}, options);
+    const std::span<char> free = writer_.room();
+    const int64_t count = std::min(numel - begin, std::ssize(free) / width);
+    const at::Tensor part = at::from_blob(free.data(), {count}, options);
     tensor.defined() ? static_cast<void>(part.copy_(flat.narrow(0, begin, count))) : data.transfer()(begin, part);
-    fill(count * width);
+    fill(free.data(), count * width);
     begin += count;
   }
-}
-
-/// O_DIRECT moves whole blocks of the disk: what lies beyond the end is cut off again.
-void BlockWriter::finish() {
-  const int64_t size = written_bytes();
-  if (used_ > 0) {
-    const int64_t bytes = file_.is_direct() ? round_up(used_) : used_;
-    std::memset(room(), 0, static_cast<size_t>(bytes - used_));
-    start(bytes);
-  }
-  for (Block& block : blocks_) settle(block);
-  file_.cut(size);
-  file_.sync();
 }
 
 }  // namespace deeptide::checkpoint

@@ -24,7 +24,8 @@ class Meter {
   int64_t done_ = 0;
 };
 
-/// Write one file, fsynced. Memory: three blocks of kHashedBlockBytes. Errors: CheckpointError.
+/// Write one file, fsynced. Memory: three blocks of kHashedBlockBytes, and kBufferBytes for safetensors. Errors:
+/// CheckpointError.
 void write_safetensors_file(const CheckpointReader& reader, const ExportFile& items, const std::string& path,
                             Meter& meter);
 /// A dict of tensors as torch.save writes it: a zip of a pickle and of one record per tensor, aligned to 64 bytes.

@@ -3,9 +3,9 @@
 // Writes exported tensors as a safetensors file, block by block.
 #include <algorithm>
 
-#include "checkpoint/format/file_io.h"
 #include "checkpoint/format/safetensors.h"
 #include "checkpoint/offline/writers/file_writer.h"
+#include "checkpoint/save/aligned_writer.h"
 
 namespace deeptide::checkpoint {
 
@@ -22,18 +22,15 @@ void write_safetensors_file(const CheckpointReader& reader, const ExportFile& it
     end += item.bytes;
   }
   const std::string header = encode_header(entries, {{"format", "pt"}});  // Transformers refuses files without it
-  const File file = File::create(path);
-  int64_t offset = std::ssize(header);
-  file.write_at(header.data(), offset, 0);
+  AlignedWriter file(path);
+  file.append(header.data(), std::ssize(header));
   for (const ExportItem& item : order) {
     for_each_converted(reader, item, [&](const char* data, int64_t bytes) {
-      file.write_at(data, bytes, offset);
-      file.will_sync(bytes, offset);
-      offset += bytes;
+      file.append(data, bytes);
       meter.add(bytes);
     });
   }
-  file.sync();
+  file.finish();
 }
 
 }  // namespace deeptide::checkpoint
