@@ -81,10 +81,13 @@ std::string import_checkpoint(const std::string& source, const std::string& dire
   }
   const checkpoint::Reader reader = checkpoint::open_checkpoint(source, from);
   checkpoint::Snapshot snapshot;
+  checkpoint::ReadAhead ahead = reader.read_ahead();
   for (Piece& piece : reader.table()) {
     const Piece whole = piece;
     const auto dtype = piece.data.dtype();
-    const auto copy = [&reader, whole](int64_t begin, const at::Tensor& block) {
+    const size_t number = snapshot.pieces.size();
+    const auto copy = [&reader, &ahead, whole, number](int64_t begin, const at::Tensor& block) {
+      ahead.read(number, begin + block.numel());
       Piece part = whole;
       part.region = Region::range(begin, begin + block.numel());
       part.data = block;

@@ -327,4 +327,10 @@ std::vector<Piece> Reader::table() const {
   return pieces;
 }
 
+ReadAhead Reader::read_ahead() const {
+  ReadAhead ahead(contents_->folder);
+  for (const auto& [id, logical] : contents_->table.tensors) ahead.add(logical);
+  return ahead;
+}
+
 }  // namespace deeptide::checkpoint

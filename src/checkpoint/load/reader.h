@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "checkpoint/format/contents.h"
+#include "checkpoint/load/read_ahead.h"
 #include "checkpoint/save/piece.h"
 
 namespace deeptide::checkpoint {
@@ -61,6 +62,8 @@ class Reader {
   /// All logical tensors, in the order of names: each whole, as a range of the flattened tensor; of the data
   /// only the type.
   std::vector<Piece> table() const;
+  /// For who reads the tensors of table() in its order. It must not outlive this.
+  ReadAhead read_ahead() const;
 
  private:
   std::shared_ptr<const Contents> contents_;

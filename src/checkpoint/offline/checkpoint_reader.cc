@@ -11,6 +11,7 @@
 #include "checkpoint/format/checkpoint_paths.h"
 #include "checkpoint/format/file_io.h"
 #include "checkpoint/load/extent_reader.h"
+#include "checkpoint/load/read_ahead.h"
 #include "checkpoint/offline/writers/parts.h"
 #include "deeptide/errors.h"
 
@@ -23,7 +24,6 @@ using checkpoint::Region;
 namespace {
 
 constexpr size_t kNamedTensors = 5;
-constexpr int64_t kAheadBytes = 3 * checkpoint::kHashedBlockBytes;  // that the system fetches meanwhile
 
 CheckpointTensor describe(const Logical& logical) {
   const int64_t numel = checkpoint::numel_of(logical.shape, logical.key);
@@ -56,15 +56,6 @@ int64_t block_end(const Logical& logical, int64_t begin, int64_t numel) {
     return std::min(last, begin + block - (begin - first) % block);
   }
   return std::min(numel, begin + block);
-}
-
-/// Lets the system fetch a block while another is converted and written.
-void announce_range(const CheckpointReader& reader, const Logical& logical, int64_t begin, int64_t end) {
-  const Region wanted = Region::range(begin, end);
-  for (const Extent& extent : logical.extents) {
-    if (checkpoint::num_shared(logical.shape, extent.region, wanted) == 0) continue;
-    checkpoint::announce(checkpoint::File::open(reader.folder() + "/" + extent.file), logical, extent, wanted);
-  }
 }
 
 // Names that contain the wanted one, or are contained in it: what a typing error or a missing prefix leaves.
@@ -164,15 +155,20 @@ int64_t global_steps_of(const Manifest& manifest) {
 
 void for_each_block(const CheckpointReader& reader, const CheckpointTensor& tensor,
                     const std::function<void(int64_t, int64_t, const char*)>& visit) {
+  ReadAhead ahead(reader.folder());
+  ahead.add(reader.parts().logical(tensor));
+  for_each_block(
+      reader, tensor, [&](int64_t end) { ahead.read(0, end); }, visit);
+}
+
+void for_each_block(const CheckpointReader& reader, const CheckpointTensor& tensor,
+                    const std::function<void(int64_t)>& before,
+                    const std::function<void(int64_t, int64_t, const char*)>& visit) {
   const auto& logical = reader.parts().logical(tensor);
   const auto block = std::make_unique_for_overwrite<char[]>(std::min(kHashedBlockBytes, tensor.bytes));
-  int64_t announced = std::min(block_end(logical, 0, tensor.numel), tensor.numel);
   for (int64_t begin = 0; begin < tensor.numel;) {
     const int64_t end = block_end(logical, begin, tensor.numel);
-    const int64_t ahead = kAheadBytes / element_bytes(logical.dtype);
-    for (; announced < std::min(end + ahead, tensor.numel); announced = block_end(logical, announced, tensor.numel)) {
-      announce_range(reader, logical, announced, block_end(logical, announced, tensor.numel));
-    }
+    before(end);
     reader.read_into(tensor, begin, end, block.get());
     visit(begin, end - begin, block.get());
     begin = end;

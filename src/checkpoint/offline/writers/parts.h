@@ -34,5 +34,9 @@ int64_t global_steps_of(const Manifest& manifest);
 /// that each byte is read and checked once. `data` is valid during the call.
 void for_each_block(const CheckpointReader& reader, const CheckpointTensor& tensor,
                     const std::function<void(int64_t begin, int64_t count, const char* data)>& visit);
+/// `before`: called with the end of each block before it is read.
+void for_each_block(const CheckpointReader& reader, const CheckpointTensor& tensor,
+                    const std::function<void(int64_t end)>& before,
+                    const std::function<void(int64_t begin, int64_t count, const char* data)>& visit);
 
 }  // namespace deeptide::checkpoint

@@ -24,8 +24,9 @@ void write_safetensors_file(const CheckpointReader& reader, const ExportFile& it
   const std::string header = encode_header(entries, {{"format", "pt"}});  // Transformers refuses files without it
   AlignedWriter file(path);
   file.append(header.data(), std::ssize(header));
-  for (const ExportItem& item : order) {
-    for_each_converted(reader, item, [&](const char* data, int64_t bytes) {
+  ConvertedItems converted(reader, order);
+  for (size_t i = 0; i < order.size(); ++i) {
+    converted.for_each_block(i, [&](const char* data, int64_t bytes) {
       file.append(data, bytes);
       meter.add(bytes);
     });

@@ -87,15 +87,21 @@ std::vector<ExportFile> split(const std::vector<ExportItem>& items, int64_t most
   return files;
 }
 
-void for_each_converted(const CheckpointReader& reader, const ExportItem& item,
-                        const std::function<void(const char*, int64_t)>& visit) {
-  const int64_t width = element_bytes(item.dtype);
+ConvertedItems::ConvertedItems(const CheckpointReader& reader, const ExportFile& items)
+    : reader_(reader), items_(items), ahead_(reader.folder()) {
+  for (const ExportItem& item : items) ahead_.add(reader.parts().logical(*item.tensor));
+}
+
+void ConvertedItems::for_each_block(size_t item, const std::function<void(const char*, int64_t)>& visit) {
+  const ExportItem& wanted = items_[item];
+  const int64_t width = element_bytes(wanted.dtype);
   std::unique_ptr<char[]> converted;
-  for_each_block(reader, *item.tensor, [&](int64_t, int64_t count, const char* data) {
-    if (item.saved == item.dtype) return visit(data, count * width);
+  const auto before = [&](int64_t end) { ahead_.read(item, end); };
+  checkpoint::for_each_block(reader_, *wanted.tensor, before, [&](int64_t, int64_t count, const char* data) {
+    if (wanted.saved == wanted.dtype) return visit(data, count * width);
     // The first block is the largest or as large as any but for what a piece's end cut off it.
     if (!converted) converted = std::make_unique_for_overwrite<char[]>(2 * kHashedBlockBytes);
-    convert(item.saved, data, item.dtype, converted.get(), count);
+    convert(wanted.saved, data, wanted.dtype, converted.get(), count);
     visit(converted.get(), count * width);
   });
 }

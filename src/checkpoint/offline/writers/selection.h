@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "checkpoint/load/read_ahead.h"
 #include "deeptide/checkpoint.h"
 
 namespace deeptide::checkpoint {
@@ -30,8 +31,17 @@ int64_t parse_shard_size(const std::string& text);
 /// Files of at most `most` bytes, in order; a larger tensor has a file of its own. 0: one file. At least one file.
 std::vector<ExportFile> split(const std::vector<ExportItem>& items, int64_t most);
 
-/// Reads an item block by block in its export type.
-void for_each_converted(const CheckpointReader& reader, const ExportItem& item,
-                        const std::function<void(const char* data, int64_t bytes)>& visit);
+/// Reads items one after another, each block by block in its export type, while the system fetches what comes next.
+class ConvertedItems {
+ public:
+  ConvertedItems(const CheckpointReader& reader, const ExportFile& items);
+
+  void for_each_block(size_t item, const std::function<void(const char* data, int64_t bytes)>& visit);
+
+ private:
+  const CheckpointReader& reader_;
+  const ExportFile& items_;
+  ReadAhead ahead_;
+};
 
 }  // namespace deeptide::checkpoint

@@ -113,9 +113,10 @@ void write_torch_file(const CheckpointReader& reader, const ExportFile& items, c
   ZipFile zip(File::create(path));
   zip.add(std::string(kFolder) + "data.pkl", pickle.finish());
   zip.add(std::string(kFolder) + "byteorder", "little");
+  ConvertedItems converted(reader, items);
   for (size_t i = 0; i < items.size(); ++i) {
     zip.begin(std::string(kFolder) + "data/" + std::to_string(i), items[i].bytes);
-    for_each_converted(reader, items[i], [&](const char* data, int64_t bytes) {
+    converted.for_each_block(i, [&](const char* data, int64_t bytes) {
       zip.append(data, bytes);
       meter.add(bytes);
     });
