@@ -361,6 +361,7 @@ def test_whole_values_are_found_by_parameter():
         utils.safe_get_full_fp32_param(torch.ones(2, 3))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_whole_gradients_are_there_between_backward_and_step(world_size, stage):

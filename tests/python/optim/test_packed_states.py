@@ -48,6 +48,7 @@ def train(engine, first=0, last=4):
     return losses
 
 
+@pytest.mark.costly
 @pytest.mark.both_ways
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("stage", STAGES)

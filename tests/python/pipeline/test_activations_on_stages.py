@@ -41,6 +41,7 @@ ALL = {"policy": "recompute"}
 SOME = {"policy": "auto", "memory": "40KiB"}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", [*families.FAMILIES, *families.ENCODERS_AND_DECODERS])
 @pytest.mark.parametrize("stages", [1, 2])
 def test_models_of_every_kind_train_to_the_same_bits(name, stages):
@@ -48,6 +49,7 @@ def test_models_of_every_kind_train_to_the_same_bits(name, stages):
     assert all(choice.blocks and choice.recomputed == choice.blocks for choice in choices)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("stage", "bf16"), [(0, False), (1, True), (2, False), (3, True)])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_stages_choose_for_the_micro_batches_that_are_alive(stage, schedule, bf16):

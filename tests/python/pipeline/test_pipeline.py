@@ -38,6 +38,7 @@ def both(num_stages, data_size, settings, gas=GAS, **module):
     return cut, run_ranks(data_size, stages.train_uncut, *arguments)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("mesh", [(2, 1), (4, 1), (2, 2)], ids=str)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])

@@ -30,6 +30,7 @@ def both(kind, mesh, stage, gas=meshes.GAS, **more):
     return found, run_ranks(data, meshes.train, kind, meshes.config(kind, stage, gas=gas, **more), gas)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("mesh", [(2, 1, 2), (2, 2, 2), (4, 1, 2), (2, 1, 4)], ids=str)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
@@ -41,6 +42,7 @@ def test_a_mesh_of_three_axes_trains_as_the_whole_model(mesh, stage, schedule, g
     assert found[0][3] == {"pipe": mesh[0], "data": mesh[1], "tensor": mesh[2]}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", [kind for kind in meshes.KINDS if not kind.startswith("llama")])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_model_as_it_is_trains_on_a_mesh(kind, stage):
@@ -54,6 +56,7 @@ def test_clipping_takes_the_norm_of_all_stages_and_slices_once(stage):
     meshes.compare(found, whole, "qwen3")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("bf16", [False, True])
 def test_stages_change_no_bit_of_what_shared_layers_compute(stage, bf16):
@@ -98,6 +101,7 @@ def not_finite(world, stage, bad):
     return name, outcome.parameter, outcome.rank
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("bad", [1, 6])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_all_ranks_skip_what_one_found(bad, stage):
@@ -128,6 +132,7 @@ def load(world, folder, kind, settings):
 MESHES = {"2x2": (4, 2, 2), "2x2x2": (8, 2, 2), "data": (4, 1, 1), "whole": (1, 1, 1), "tensor": (2, 1, 2)}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("saved", "taken"),
     [("2x2", "data"), ("data", "2x2"), ("2x2", "whole"), ("whole", "2x2x2"), ("2x2", "tensor"), ("2x2x2", "2x2x2")],

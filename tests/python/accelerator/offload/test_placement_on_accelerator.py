@@ -124,6 +124,7 @@ def compare_gradients(stage, bf16, type):
     dist.destroy_process_group()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("world", "stage", "bf16", "type"),
     [(1, 0, False, "AdamW"), (1, 2, True, "Lamb"), (2, 1, False, "Lamb"), (2, 2, True, "Muon"), (2, 3, True, "AdamW")],

@@ -94,6 +94,7 @@ def both(world_size, kind, config, activations):
 HALF = auto("22KiB")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("activations", [RECOMPUTE, HALF], ids=["recompute", "auto"])
 @pytest.mark.parametrize("gas", [1, 2])

@@ -47,6 +47,7 @@ def both(config, activations, ranks=2):
     return [choice for _, _, choice in trained]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("gas", [1, 2])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

@@ -67,6 +67,7 @@ def kept(world, kind, pipeline, settings):
         return stage_of(world, pipeline), choice.live, choice.kept_bytes, choice.least_bytes
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("pipeline", "tensor", "ranks"), MESHES)
 @pytest.mark.parametrize(("kind", "bf16"), [("gpt2", False), ("llama", True), ("qwen3", False)])
 def test_activations_are_what_the_engine_measures(kind, bf16, pipeline, tensor, ranks):

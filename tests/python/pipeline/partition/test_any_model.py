@@ -46,6 +46,7 @@ def both(name, num_stages, data_size, stage=0, gas=GAS, edit=None, **more):
     return cut, run_ranks(data_size, families.train, name, families.config(stage, gas, **more), gas, STEPS, edit)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", list(families.FAMILIES))
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_a_model_as_it_is_trains_as_the_uncut_one_bit_for_bit(name, num_stages):
@@ -53,6 +54,7 @@ def test_a_model_as_it_is_trains_as_the_uncut_one_bit_for_bit(name, num_stages):
     compare(*both(name, num_stages, 1), exact=name not in families.TIED and name != "plain")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("bf16", [False, True])

@@ -18,6 +18,7 @@ from deeptide.pipeline.errors import PipelineError
 EXACT = ("transformer",)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("name", "num_stages"),
     [(name, n) for name in families.ENCODERS_AND_DECODERS for n in (2, 3, 4) if (name, n) != ("transformer", 4)],

@@ -26,6 +26,7 @@ def test_chunks_of_an_encoder_and_a_decoder_train_as_uncut(name):
     compare(*both(name, 2, 1, parallel=INTERLEAVED), exact=False)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("gas", [1, 4])

@@ -57,6 +57,7 @@ def test_an_encoder_and_a_decoder_train_as_uncut(name):
     test_any_model.compare(*test_any_model.both(name, 2, 1, parallel=ZERO_BUBBLE), exact=False)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("bf16", [False, True])
 def test_a_stage_of_several_ranks_shards_by_zero(stage, bf16):
@@ -182,6 +183,7 @@ def train_uses(world, num_stages, settings, hooked):
     return stages.train(engine, stages.batches(engine.data_parallel_rank, 2, STEPS, GAS), STEPS)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("hooked", [(), ("twice.weight", "partly.weight", "norm.weight")], ids=["", "hooks"])
 def test_weights_of_every_kind_are_those_of_1f1b(stage, hooked):
