@@ -4,6 +4,8 @@
 #include "engine/step/boundary.h"
 
 #include <algorithm>
+#include <chrono>
+#include <optional>
 #include <stdexcept>
 
 #include "base/interrupt.h"
@@ -20,6 +22,8 @@ namespace {
 
 constexpr std::chrono::milliseconds kPeriod{250};
 constexpr std::chrono::milliseconds kTurn{5};
+/// A rank that is ahead waits for a moment now and then, and may yet refuse the step; this one then has taken nothing.
+constexpr std::chrono::seconds kTakesEarlyAfter{2};
 
 }  // namespace
 
@@ -88,13 +92,20 @@ std::vector<Close> Boundary::enter(Call call, const std::function<void(Close&)>&
 /// ahead, for reductions which this one only has to begin, also with gradients that lie in `.grad` yet.
 std::vector<Close> Boundary::close(const Close& own, bool ends_pass) {
   const bool idle = !reducer_ || reducer_->advances_alone();
+  std::optional<std::chrono::steady_clock::time_point> holds_up_since;
   for (;;) {
     if (auto closes = residency_.close_for(idle ? kPeriod : kTurn, own, ends_pass)) return *std::move(closes);
     if (preemption_ && preemption_->is_on()) preemption_->is_asked();
     if (!reducer_) continue;
     if (!idle) reducer_->go_on();
     const int64_t rounds = channels_.rounds().most_announced();
-    if (rounds == 0 || !reducer_->keep_up(rounds) || !take_early_) continue;
+    if (rounds == 0 || !reducer_->keep_up(rounds) || !take_early_) {
+      holds_up_since.reset();
+      continue;
+    }
+    const auto now = std::chrono::steady_clock::now();
+    if (!holds_up_since) holds_up_since = now;
+    if (now - *holds_up_since < kTakesEarlyAfter) continue;
     take_early_();
     reducer_->end_coming();
     reducer_->keep_up(rounds);
