@@ -100,7 +100,7 @@ class Block:
 
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The block's forward, with gradients."""
-        if self._spilled is not None:
+        if self.mode == "spill" and self._spilled is not None:
             with contextlib.nullcontext() if _is_recomputed_around() else self._spilled.hooks():
                 return call(*args, **kwargs)
         args, kwargs = self._without_cache(args, kwargs)

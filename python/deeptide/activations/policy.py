@@ -102,7 +102,7 @@ class Activations:
 
     def _begin(self) -> None:
         if self._policy in _SPILLING or self._folders:
-            self._store = Store(self._engine._core, self._folders, self._num_blocks)
+            self._store = self._new_store()
         if self._store is not None and self._policy in _SPILLING:
             for block in self._blocks:
                 block.spill_to(self._store)
@@ -112,6 +112,9 @@ class Activations:
             self._meter = Meter(self.choice.blocks, self._engine.device)
             for block in self._blocks:
                 block.meter = self._meter
+
+    def _new_store(self) -> Store:
+        return Store(self._engine._core, self._folders, self._num_blocks)
 
     def follow(self) -> None:
         """Takes the model's blocks as they are now, and measures them."""
@@ -255,8 +258,8 @@ class Activations:
     def _apply(self) -> None:
         redone, in_files = set(self.choice.recomputed), set(self.choice.in_files)
         self._meter = None
-        if not in_files and self._policy == "auto":
-            self._store = None
+        # A choice that is loaded may want files though the one before it did not.
+        self._store = (self._store or self._new_store()) if in_files else None
         for block in self._blocks:
             block.meter, block.mode = None, "recompute" if block.name in redone else "keep"
             if block.name in in_files and self._store is not None:

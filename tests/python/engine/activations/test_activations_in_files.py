@@ -83,6 +83,28 @@ def test_a_budget_takes_files_where_they_are_faster_than_recomputation(stage, ra
         assert (choice.file_bytes > 0) == (rates is FREE)
 
 
+def test_a_choice_that_is_loaded_replaces_any_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(policies, "measure", lambda *_: FREE)
+    config = models.config(0, activation_checkpointing=budgeted(tmp_path, 4 * BLOCK_BYTES + (220 << 10)))
+    engine = deeptide.initialize(model=models.make_model(), config=config, world=alone())[0]
+    engine.backward(engine(*models.batches(1, MICRO, length=LENGTH)[0]))
+    engine.step()
+    activations = engine._activations
+    state = activations.state_dict()
+    names = state["choice"]["in_files"]
+    assert names
+    for in_files in ([], names):
+        state["choice"] |= {"in_files": in_files, "recomputed": [] if in_files else names}
+        activations.load_state_dict(state)
+        modes = {block.name: block.mode for block in activations._blocks if block.mode != "keep"}
+        assert modes == dict.fromkeys(names, "spill" if in_files else "recompute")
+        before = activations.current().file_bytes
+        engine.backward(engine(*models.batches(1, MICRO, length=LENGTH)[0]))
+        engine.step()
+        assert (activations.current().file_bytes > before) == bool(in_files)
+    engine.destroy()
+
+
 def test_the_rates_of_files_are_measured_and_agreed_on(tmp_path, monkeypatch):
     found, measure = [], policies.measure
     monkeypatch.setattr(policies, "measure", lambda *given: found.append(measure(*given)) or found[-1])
