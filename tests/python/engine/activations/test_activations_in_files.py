@@ -6,6 +6,7 @@ import resource
 
 import models
 import pytest
+import test_activations
 import torch
 from conftest import run_processes, run_ranks
 from test_activations import MICRO, Deep, Living, alone, compare
@@ -23,22 +24,8 @@ def files(folder, **more):
     return {"policy": "files", "nvme_path": str(folder), **more}
 
 
-def train(world, config, activations, steps=3):
-    config = config | ({"activation_checkpointing": activations} if activations else {})
-    engine = deeptide.initialize(model=models.make_model(), config=config, world=world)[0]
-    seen = []
-    for step in range(steps):
-        for micro in range(config["gradient_accumulation_steps"]):
-            seed = 100 * step + 10 * micro + world.rank
-            loss = engine(*models.batches(1, MICRO, length=LENGTH, seed=seed)[0])
-            engine.backward(loss)
-            seen.append(loss.item())
-            outcome = engine.step()
-        seen.append(outcome.grad_norm)
-    states = {name: value.clone() for name, value in models.everything(engine).items()}
-    choice = engine.activation_checkpointing()
-    engine.destroy()
-    return seen, states, choice
+def train(world, config, activations):
+    return test_activations.train(world, models.TinyModel, config, activations, lengths=[LENGTH] * world.size)
 
 
 def both(config, activations, ranks=2):
