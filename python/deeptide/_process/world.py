@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import itertools
 import os
 
 import torch
@@ -19,9 +18,6 @@ from deeptide.config import ConfigSource, load_config
 # Seconds that NCCL waits for a collective beyond "comm_timeout", before it ends the process: the engine's own wait is
 # to end first, in an error that names the ranks.
 _WATCHDOG_GRACE_S = 30.0
-
-# All ranks create their engines in the same order, so the same number means the same engine everywhere.
-_engine_numbers = itertools.count()
 
 
 def _backend_for(device_type: str) -> str:
@@ -124,8 +120,11 @@ def _from_torch_distributed(
     device: torch.device, timeout_s: float | None
 ) -> tuple[_C.World, tuple[dist.ProcessGroup, ...]]:
     """Returns the world of the default group's ranks, and the groups that were made for its device tensors."""
-    number = next(_engine_numbers)
-    store = dist.PrefixStore(f"deeptide/{number}", dist.distributed_c10d._get_default_store())
+    # All ranks create a group's engines in the same order, so the same number means the same engine everywhere. It is
+    # counted where the group meets: a rank may have made other engines before, in a group of others.
+    common = dist.distributed_c10d._get_default_store()
+    number = common.add(f"deeptide/engines of rank {dist.get_rank()}", 1)
+    store = dist.PrefixStore(f"deeptide/{number}", common)
     world = _C.make_world(store, dist.get_rank(), dist.get_world_size())
     world.local_rank = int(os.environ.get("LOCAL_RANK", device.index or 0))
     world.source = "torch.distributed"

@@ -2,9 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two engines train whose losses run through both models."""
 
+import datetime
+import os
+
 import models
 import pytest
-from conftest import run_ranks
+import torch.distributed as dist
+from conftest import run_processes, run_ranks
 from test_divergence import STEPS, WIDTH, WORLDS, Plain, assert_close, inputs, trained
 from torch import nn
 
@@ -69,3 +73,23 @@ def reference_adversaries(world):
 @pytest.mark.parametrize("stages", [(0, 0), (2, 2), (3, 3), (3, 1)], ids=str)
 def test_two_engines_train_against_each_other(stages, world):
     assert_close(run_ranks(world, train_adversaries, stages), reference_adversaries(world))
+
+
+def train_alone_then_together():
+    rank = int(os.environ["RANK"])
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=rank == 0)
+    store.set_timeout(datetime.timedelta(seconds=30))
+    for size in (1, 2):
+        if rank >= size:
+            continue
+        dist.init_process_group("gloo", store=dist.PrefixStore(str(size), store), rank=rank, world_size=size)
+        for _ in range(2):
+            engine = deeptide.initialize(model=models.make_model(), config=models.config(2))[0]
+            engine.backward(engine(*models.batches(1, 2)[0]))
+            assert engine.step() and engine.world_size == size
+            engine.destroy()
+        dist.destroy_process_group()
+
+
+def test_ranks_meet_although_one_of_them_has_made_engines_in_another_group():
+    run_processes(2, train_alone_then_together)
