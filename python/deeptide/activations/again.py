@@ -94,6 +94,9 @@ class Block:
         self._spilled: SpilledBlock | None = None
         self._buffers = _Buffers(module)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of the module belongs to no engine."""
+
     def spill_to(self, store: Store) -> None:
         """Has what it keeps lie there from now on."""
         self.mode, self._spilled = "spill", SpilledBlock(self.module, store)
