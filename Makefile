@@ -127,7 +127,8 @@ fuzz-files: sanitize-asan  ## Fuzz the readers of safetensors, manifests and pic
 
 # Programs of user actions on the engine and on plain torch: docs/testing.md. ARGS: --seed 7, --program file.json, …
 FUZZ_SECONDS ?= 3600
-fuzz: build setup-test  ## Compare random programs with plain torch (FUZZ_SECONDS=3600, ARGS=…)
+fuzz: configure-all build  ## Compare random programs with plain torch (FUZZ_SECONDS=3600, ARGS=…)
+	@$(CMAKE) --build $(BUILD) -j $(JOBS) --target deeptide_simulated
 	@PYTHONPATH=$(abspath $(BUILD))/python $(PYTHON) tests/fuzz --seconds $(FUZZ_SECONDS) --jobs $(JOBS) $(ARGS)
 
 bench: build  ## Compare with DDP, FSDP2 and DeepSpeed on this machine (ARGS=…; installs them into .venv-bench)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import campaign
 import pipelines
-from actions.programs import SETTINGS
+from actions.programs import settings_of
 
 
 def main():
@@ -29,6 +29,7 @@ def main():
     )
     parser.add_argument("--all", action="store_true", help="print each failing program, not one of each kind")
     parser.add_argument("--pipelines", action="store_true", help="only programs of pipelines")
+    parser.add_argument("--accelerators", action="store_true", help="only programs on the simulated accelerator")
     parser.add_argument("--program", type=Path, help="run this program at all settings")
     options = parser.parse_args()
     if not options.program:
@@ -38,7 +39,8 @@ def main():
         mismatch = pipelines.try_program(campaign._runner, json.loads(options.program.read_text()))
         print(mismatch[1] if mismatch else "as the uncut model")
         sys.exit(1 if mismatch else 0)
-    mismatch = campaign.try_program(json.loads(options.program.read_text()), SETTINGS, options.shrink or 0, avoid=False)
+    program = json.loads(options.program.read_text())
+    mismatch = campaign.try_program(program, settings_of(program), options.shrink or 0, avoid=False)
     print(mismatch[1] if mismatch else "as plain torch")
     sys.exit(1 if mismatch else 0)
 

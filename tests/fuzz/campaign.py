@@ -48,10 +48,10 @@ def told(try_one):
 
 
 @told
-def try_seed(seed, count, seconds_to_shrink, end):
+def try_seed(seed, on_accelerator, count, seconds_to_shrink, end):
     """(seed, its settings, the acts they run, seconds, None or what was found). Shrinks no longer than until `end`."""
     started = time.monotonic()
-    program = generate.program_of(seed)
+    program = generate.program_of(seed, on_accelerator)
     settings = defined.settings_for(program, random.Random(seed), count)
     acts = len(settings) * sum(len(phase["acts"]) for phase in program["phases"])
     found = try_program(program, settings, seconds_to_shrink, end)
@@ -84,7 +84,7 @@ def try_program(program, settings, seconds_to_shrink, end=float("inf"), avoid=Tr
 def try_open(path):
     """(path, whether it still fails)."""
     program = json.loads(path.read_text())
-    return path, try_program(program, programs.SETTINGS, seconds_to_shrink=0, avoid=False) is not None
+    return path, try_program(program, programs.settings_of(program), seconds_to_shrink=0, avoid=False) is not None
 
 
 class Campaign:
@@ -125,10 +125,11 @@ class Campaign:
         if seed is None:
             return None
         self.drawn += 1
-        if self.options.pipelines or self.drawn % PIPELINES == 0:
+        on_accelerator = self.options.accelerators
+        if self.options.pipelines or (self.drawn % PIPELINES == 0 and not on_accelerator):
             return pool.submit(try_pipeline, seed)
         shrink = 60 if self.options.shrink is None else self.options.shrink
-        return pool.submit(try_seed, seed, self.options.settings, shrink, self.end)
+        return pool.submit(try_seed, seed, on_accelerator, self.options.settings, shrink, self.end)
 
     def _count(self, seed, runs, acts, seconds, mismatch):
         self.counts.update(programs=1, runs=runs, acts=acts)

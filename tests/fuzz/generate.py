@@ -4,7 +4,7 @@
 
 import random
 
-from actions import subject
+from actions import accelerators, subject
 from actions.acts import ABSOLUTE, RELATIVE
 from actions.programs import OWN
 from reference import defined
@@ -13,6 +13,8 @@ WRITES = [*ABSOLUTE, *RELATIVE, "load_state_dict"]
 
 # Observers of a run, which may change none of its numbers: sections that on_engine.py spells out.
 OBSERVERS = ("breakdown", "collectives", "profile", "csv", "record", "timeline")
+
+ON_ACCELERATORS = 0.2  # the share of programs
 
 
 class Generator:
@@ -30,9 +32,10 @@ class Generator:
         self.more = random.Random(f"more {seed}")  # of batches, and of layers and tokens that are left out, likewise
         self.sights = random.Random(f"sights {seed}")  # of what observes a run, likewise
         self.kept = random.Random(f"activations {seed}")  # of what blocks keep for backward, likewise
+        self.devices = random.Random(f"devices {seed}")  # of what engines run on, likewise
         self.alike = self.draw.random() < 0.4  # whether ranks do the same, each with its own batches
 
-    def program(self):
+    def program(self, on_accelerator=False):
         draw = self.draw
         optimizer = self._optimizer()
         self.is_own = optimizer["type"] in OWN
@@ -58,7 +61,28 @@ class Generator:
         low = draw.random() < 0.4
         for _ in range(draw.choice([1, 1, 2, 3])):
             program["phases"].append(self._phase(low != (draw.random() < 0.25)))
+        if self.devices.random() < ON_ACCELERATORS or on_accelerator:
+            self._move(program)
         return program
+
+    def _move(self, program):
+        """Puts engines on the simulated accelerator: no sparse tensors, batch norms, or random state that is kept.
+
+        No gradients are quantised on devices yet.
+        """
+        choose = self.devices.choice
+        program["accelerator"] = {
+            "schedule": choose(accelerators.SCHEDULES),
+            "delay_us": choose([0, 50, 300]),
+            "connections": choose([0, 0, 1, 2]),
+            "kernels": choose([False, True]),
+        }
+        program["model"]["extras"] = [extra for extra in program["model"]["extras"] if extra != "sparse"]
+        program["model"] |= {"norm": "layer", "tokens": None}
+        for phase in program["phases"]:
+            # Own optimizers step states in one place there, and gradients leave the device for memory alone.
+            placed = {kind: "100%" if kind == "gradients" else share for kind, share in phase["placement"].items()}
+            phase.update(flip=False, quantized=None, placement={} if self.is_own else placed)
 
     def _schedule(self, optimizer):
         draw = self.draw
@@ -465,6 +489,6 @@ WITH_A_LOSS_SCALE = ["train", "losses", "evaluate", "second_thoughts", "poison",
 WITH_A_LOSS_SCALE += ["join", "surroundings", "draws", "object"]
 
 
-def program_of(seed):
-    """The program of a seed, without what is not defined."""
-    return defined.without_undefined(Generator(seed).program())
+def program_of(seed, on_accelerator=False):
+    """The program of a seed, without what is not defined. on_accelerator: whatever it draws."""
+    return defined.without_undefined(Generator(seed).program(on_accelerator))

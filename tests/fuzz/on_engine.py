@@ -12,7 +12,9 @@ import time
 import torch
 import torch.distributed as dist
 from actions import acts, schedules, subject, surroundings
+from actions.accelerators import Accelerator
 from actions.programs import LOSS_SCALE, STATES, Setting, acts_of, hosts_of, is_packed, most_ranks, pick, placement_of
+from torch.utils._pytree import tree_map_only
 
 import deeptide
 from deeptide.efficiency import convert_to_random_ltd, drop_layers
@@ -129,9 +131,11 @@ def config_of(program, phase, setting, folder):
     }
 
 
-def start(program, phase, setting, world, folder):
+def start(program, phase, setting, place, folder):
     spec, seed = program["model"], program["seed"]
-    model = subject.make(spec, seed + (world.rank if spec["seed_by_rank"] else 0))
+    number, world, accelerator = place
+    model = subject.make(spec, seed + (number if spec["seed_by_rank"] else 0))
+    model = accelerator.move(model) if accelerator else model
     parameters = dict(model.named_parameters())
     groups = [{"params": [parameters[n] for n in names]} for names in subject.optimized_names(model, spec)]
     for group in groups[1:]:
@@ -155,7 +159,7 @@ def start(program, phase, setting, world, folder):
         convert_to_random_ltd(started[0], subject.Block)
     if spec.get("depth"):
         drop_layers(started[0], model.h)
-    return EngineRank(world.rank, model, started, given, program, phase, folder)
+    return EngineRank(number, model, started, given, program, phase, folder)
 
 
 def _optimizer(section, groups):
@@ -365,13 +369,14 @@ def _result(rank, act):
     """("ok", values), or ("raised", type, text, whether the engine is of no use any more)."""
     watch()
     try:
-        return ("ok", rank.perform(act))
+        return ("ok", tree_map_only(torch.Tensor, torch.Tensor.cpu, rank.perform(act)))
     except Exception as error:
         return ("raised", type(error).__name__, str(error), isinstance(error, deeptide.CommError))
 
 
-def _phase(program, phase, setting, world, folder):
-    rank = start(program, phase, setting, world, folder)
+def _phase(program, phase, setting, place, folder):
+    """place: (number, world, accelerator), world or accelerator None."""
+    rank = start(program, phase, setting, place, folder)
     ends_alone = program.get("end") == "return" and phase is program["phases"][-1]
     results = []
     try:
@@ -388,6 +393,16 @@ def _phase(program, phase, setting, world, folder):
     return results
 
 
+def _phase_on(accelerator, *arguments):
+    """Likewise. In the place of the last result stands what was not ordered, or not given back."""
+    before = accelerator.used_bytes()
+    results = _phase(*arguments)
+    left = accelerator.used_bytes() - before if not kept else 0
+    if found := accelerator.settle() or (left and f"{left} bytes of the accelerator are still in use"):
+        results[-1] = ("raised", "Accelerator", found, False)
+    return results
+
+
 def _sit_out(store, ended):
     """Waits until other ranks have run a phase. Theirs are the limits."""
     faulthandler.cancel_dump_traceback_later()
@@ -400,6 +415,7 @@ def run(program, settings, number, size, port, folder):
     """All settings, one after the other; each result is written as soon as it is there."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    accelerator = Accelerator(program["accelerator"], program["seed"]) if program.get("accelerator") else None
     for setting in map(Setting.parse, settings):
         checkpoints = os.path.join(folder, f"{setting}-checkpoints")
         results = []
@@ -410,9 +426,14 @@ def run(program, settings, number, size, port, folder):
                 _sit_out(store, ended)
                 continue
             prefix = dist.PrefixStore(f"{os.path.basename(folder)}/{setting}/{index}", store)
-            world = deeptide.make_world(prefix, number, phase["world"])
+            at = (program, phase, setting.of(phase))
             try:
-                results.append(_phase(program, phase, setting.of(phase), world, checkpoints))
+                if accelerator:
+                    with accelerator.group(prefix, number, phase["world"]):
+                        results.append(_phase_on(accelerator, *at, (number, None, accelerator), checkpoints))
+                else:
+                    place = (number, deeptide.make_world(prefix, number, phase["world"]), None)
+                    results.append(_phase(*at, place, checkpoints))
             except Exception as error:
                 results.append([("raised", type(error).__name__, f"initialize: {error}", True)])
             store.set(ended, "")

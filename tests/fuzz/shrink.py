@@ -5,7 +5,7 @@
 import copy
 import time
 
-from actions.programs import SETTINGS
+from actions.programs import settings_of
 from reference.expected import UndefinedError
 from reference.verdict import Judge
 
@@ -76,7 +76,7 @@ class Shrinker:
 
     def shrink(self, program, mismatch):
         self.best, self.mismatch = program, mismatch
-        self.settings = [mismatch.setting] if mismatch.setting and mismatch.kind != "bits" else SETTINGS
+        self.settings = [mismatch.setting] if mismatch.setting and mismatch.kind != "bits" else settings_of(program)
         self._fewer_settings()
         changed = True
         while changed and time.monotonic() < self.end:
@@ -91,7 +91,7 @@ class Shrinker:
             found = judged(self.runner, program, settings, self.avoid)
         except (UndefinedError, KeyError, IndexError):
             return False
-        alike = [m for m in found if m.signature[:2] == self.mismatch.signature[:2]]
+        alike = [m for m in found if _cause(m) == _cause(self.mismatch)]
         if not alike:
             return False
         self.best, self.settings, self.mismatch = program, settings, alike[0]
@@ -100,8 +100,8 @@ class Shrinker:
     def _fewer_settings(self):
         if self.mismatch.kind != "bits":
             return
-        for setting in SETTINGS:
-            for other in SETTINGS:
+        for setting in settings_of(self.best):
+            for other in settings_of(self.best):
                 if setting != other and self._fails(self.best, [setting, other]):
                     return
 
@@ -151,6 +151,7 @@ class Shrinker:
                 "end": "destroy",
                 "hosts": 1,
                 "data": None,
+                "accelerator": None,
             },
         )
         yield ("model",), SIMPLE_MODEL
@@ -160,6 +161,12 @@ class Shrinker:
                 yield ("phases", p), {"world": 2}
             for a in range(len(phase["acts"])):
                 yield ("phases", p, "acts", a), SIMPLE_ACT
+
+
+def _cause(mismatch):
+    """With the exception, and whether it came before any act: other errors of an act are not the one looked for."""
+    raised = mismatch.text.split(":")[0], ": initialize:" in mismatch.text
+    return (*mismatch.signature[:2], *(raised if mismatch.kind == "error" else ()))
 
 
 def _at(value, place):

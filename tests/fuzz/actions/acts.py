@@ -25,6 +25,7 @@ class Rank:
         self.rank = rank
         self.model = model
         self.bound = dict(model.named_parameters(remove_duplicate=False))  # as given to the optimizer
+        self.device = model.head.weight.device
         self.losses = {}
         self.put_aside = {}  # name -> the memory that a swap took away
 
@@ -53,7 +54,7 @@ def values_for(parameter, seed):
     """Numbers that bf16 holds exactly, of the parameter's shape."""
     generator = torch.Generator().manual_seed(seed)
     values = 0.3 * torch.randn(parameter.shape, generator=generator)
-    return values.bfloat16().to(parameter.dtype)
+    return values.bfloat16().to(parameter.device, parameter.dtype)
 
 
 # -- passes -----------------------------------------------------------------------------------------------------------
@@ -66,6 +67,7 @@ def compute(rank, act, batch):
     guards = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
     route, kind = rank.own(act["route"]), act.get("kind", "cross")
     torch.manual_seed(int(tokens.sum()))  # layers and tokens that are left out
+    tokens, targets, *ids = (part.to(rank.device) for part in batch)
     with guards.get(mode, torch.enable_grad)():
         if ids or kind == "masked":
             targets = targets if ids else subject.some_ignored(tokens, targets)
@@ -279,13 +281,13 @@ def replace(rank, act):
     model, width = rank.model, rank.model.embed.weight.shape[1]
     torch.manual_seed(act["seed"])
     if act["way"] == "new":
-        values = torch.randn(subject.VOCAB, width).to(model.embed.weight.dtype)
+        values = torch.randn(subject.VOCAB, width).to(rank.device, model.embed.weight.dtype)
         model.head.weight = nn.Parameter(values, requires_grad=False)
         model.head.weight.is_late = True  # and stays frozen: that it gets a gradient is an error
     elif act["way"] == "tie":
         model.head.weight = model.embed.weight
     else:
-        model.added = nn.Linear(2, 2)
+        model.added = nn.Linear(2, 2).to(rank.device)
     return {}
 
 

@@ -15,6 +15,7 @@ program = {
   "data": None or {"samples", "drop_last"}: what initialize makes a loader of,
   "end": destroy | return: whether a rank's process simply ends, with all its objects,
   "hosts": 1 | 2: with two, each has a folder of its own for checkpoints, where all phases have a rank on both,
+  "accelerator": None, or what engines run on instead of the CPU (see `accelerators.py`),
   "phases": [{"world", "bf16", "fp16": instead, with a loss scale, "gas", "shift": added to the stage, "flip": the
               other memory, "config": {…}, "offload",
               "quantized": None | int8 | int4, how gradients travel, "fed_back": the error is added to the next ones,
@@ -53,6 +54,11 @@ class Setting(NamedTuple):
 
 
 SETTINGS = [Setting(stage, shared) for stage in range(4) for shared in (True, False)]
+
+
+def settings_of(program):
+    """Those that it can run at: an accelerator's memory is each rank's own."""
+    return [setting for setting in SETTINGS if not (program.get("accelerator") and setting.shared)]
 
 
 def pick(values, rank):

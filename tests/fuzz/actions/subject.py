@@ -94,7 +94,7 @@ class Subject(nn.Module):
         if self.scale is not None:
             x = x * self.scale
         if self.mixer is not None:
-            x = self.mixer(x, torch.zeros(1, len(x), dtype=torch.int64) if ids is None else ids)
+            x = self.mixer(x, x.new_zeros(1, len(x), dtype=torch.int64) if ids is None else ids)
         x = x.unsqueeze(0) if self.is_sequence else x
         for i in route:
             block = self.h[i % len(self.h)]

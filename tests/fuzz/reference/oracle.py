@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import torch
-from actions import surroundings
+from actions import accelerators, surroundings
 from actions.acts import ACTS, RELATIVE, UNCOUNTED, is_raw, values_for
 from actions.programs import STATES, acts_of, hosts_of, is_low, is_packed, pick, placement_of, quantized_in
 
@@ -88,6 +88,8 @@ def _phase(program, phase, setting, common, noise):
 
 
 def _perform(life, act, saves, avoid):
+    if life.program.get("accelerator") and accelerators.lacks(act):
+        raise UndefinedError("what only a CPU's memory allows")
     if act["act"] in ACTS:
         _check_defined(life, act, avoid)
         return [_local(life, rank, act) for rank in life.ranks]

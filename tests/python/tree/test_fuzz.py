@@ -16,7 +16,7 @@ import generate  # noqa: E402
 import shrink  # noqa: E402
 from actions import surroundings  # noqa: E402
 from actions.acts import ACTS  # noqa: E402
-from actions.programs import SETTINGS, Setting, dump  # noqa: E402
+from actions.programs import Setting, dump, settings_of  # noqa: E402
 from reference import defined, oracle  # noqa: E402
 from reference.verdict import Judge, Mismatch  # noqa: E402
 from runner import Runner  # noqa: E402
@@ -45,7 +45,8 @@ def test_a_program_gives_what_plain_torch_gives(runner, seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("path", sorted((FUZZ / "mended").glob("*.json")), ids=lambda path: path.stem)
 def test_what_was_mended_stays(runner, path):
-    assert not list(map(str, shrink.judged(runner, json.loads(path.read_text()), SETTINGS)))
+    program = json.loads(path.read_text())
+    assert not list(map(str, shrink.judged(runner, program, settings_of(program))))
 
 
 def test_every_act_occurs():
