@@ -74,7 +74,8 @@ class Generator:
         program["accelerator"] = {
             "schedule": choose(accelerators.SCHEDULES),
             "delay_us": choose([0, 50, 300]),
-            "connections": choose([0, 0, 1, 2]),
+            # Ranks that diverge issue collectives in different orders, which only queues of their own bear.
+            "connections": choose([0, 0, 1, 2]) if self.alike else 0,
             "kernels": choose([False, True]),
         }
         program["model"]["extras"] = [extra for extra in program["model"]["extras"] if extra != "sparse"]
@@ -83,6 +84,7 @@ class Generator:
             # Own optimizers step states in one place there, and gradients leave the device for memory alone.
             placed = {kind: "100%" if kind == "gradients" else share for kind, share in phase["placement"].items()}
             phase.update(flip=False, quantized=None, placement={} if self.is_own else placed)
+            phase["packed"] = phase["packed"] and not (phase["offload"] or phase["placement"])
 
     def _schedule(self, optimizer):
         draw = self.draw
