@@ -38,8 +38,11 @@ int index_of(const Parameter& p) { return static_cast<int>(&p - p.unit->paramete
 Engine::Impl::StatePlace Engine::Impl::enter_state(const std::string& name, const std::string& role,
                                                    const std::function<void(const StatePlace&)>& check) {
   StatePlace place;
+  const bool looks_at_gradients = role == kGradient && reducer;
+  const bool collects = looks_at_gradients && !kept;  // which else holds what lies in .grad
   const auto closes = boundary->enter(Call::gather_state, [&](comm::Close& own) {
     own.rounds = reducer ? reducer->rounds_wanted() : 0;
+    if (collects) own.rounds = reducer->rounds_wanted_with(intake->check_collected());
     const auto bound = model.find(name);
     TORCH_CHECK_VALUE(bound.parameter != nullptr, "the model has no parameter '", name, "'");
     const auto trainable = model.trainable();
@@ -48,7 +51,8 @@ Engine::Impl::StatePlace Engine::Impl::enter_state(const std::string& name, cons
     place = {bound.parameter, bound.tensor, optimized ? static_cast<int>(found - trainable.begin()) : -1};
     if (check) check(place);
   });
-  if (role == kGradient && reducer)
+  if (collects) intake->take_collected();
+  if (looks_at_gradients)
     reducer->finish(engine::most_rounds(closes), /*ends_micro_batch=*/false);  // also what is left in buckets
   if (role == kGradient && kept) {
     kept->agree(*boundary);

@@ -89,11 +89,15 @@ Tensor GradientIntake::ordered_and_scaled(int index, const Tensor& gradient, dou
   return scale == 1.0 ? ordered : ordered.to(at::kFloat).mul_(scale);
 }
 
-std::vector<bool> GradientIntake::check_left() {
+void GradientIntake::follow() {
   const std::vector<bool> now = hooks_->follow();
+  for (size_t i = 0; i < places_.size(); ++i) replaced_[i] = replaced_[i] || now[i];
+}
+
+std::vector<bool> GradientIntake::check_left() {
+  follow();
   std::vector<bool> units(units_.size(), false);
   for (size_t i = 0; i < places_.size(); ++i) {
-    replaced_[i] = replaced_[i] || now[i];
     const Place& place = places_[i];
     if (!tensor(place).grad().defined()) continue;
     gradients::check_layout(parameter(place), tensor(place).grad());
@@ -114,16 +118,39 @@ bool GradientIntake::has_left() const {
 
 void GradientIntake::take_left() {
   for (size_t i = 0; i < places_.size(); ++i) {
-    const Tensor& own = tensor(places_[i]);
-    if (!own.grad().defined()) continue;
-    const Tensor gradient = own.grad();
-    own.mutable_grad().reset();
-    // An accumulator without a hook collected from the engine's own backward, which scales.
-    const double scale = replaced_[i] ? 1.0 : loss_scale_.load();
-    reducer_.add_coming(places_[i].unit, places_[i].parameter,
-                        ordered_and_scaled(static_cast<int>(i), gradient, scale));
+    if (tensor(places_[i]).grad().defined()) take(static_cast<int>(i));
   }
   replaced_.assign(replaced_.size(), false);
+}
+
+std::vector<bool> GradientIntake::check_collected() {
+  follow();
+  std::vector<bool> units(units_.size(), false);
+  for (size_t i = 0; i < places_.size(); ++i) {
+    const Place& place = places_[i];
+    if (!replaced_[i] || !tensor(place).grad().defined()) continue;
+    gradients::check_layout(parameter(place), tensor(place).grad());
+    units[place.unit] = true;
+  }
+  return units;
+}
+
+void GradientIntake::take_collected() {
+  for (size_t i = 0; i < places_.size(); ++i) {
+    if (!replaced_[i] || !tensor(places_[i]).grad().defined()) continue;
+    take(static_cast<int>(i));
+    replaced_[i] = false;
+  }
+}
+
+void GradientIntake::take(int index) {
+  const Place& place = places_[index];
+  const Tensor& own = tensor(place);
+  const Tensor gradient = own.grad();
+  own.mutable_grad().reset();
+  // An accumulator without a hook collected from the engine's own backward, which scales.
+  const double scale = replaced_[index] ? 1.0 : loss_scale_.load();
+  reducer_.add_coming(place.unit, place.parameter, ordered_and_scaled(index, gradient, scale));
 }
 
 std::string GradientIntake::drop_left() {

@@ -32,6 +32,10 @@ class GradientIntake {
   bool has_left() const;
   /// Once no rank's check has failed: takes these gradients, as if backward had just given them.
   void take_left();
+  /// Likewise of what autograd alone collected there, since the accumulator was replaced: before somebody looks at
+  /// gradients, who does not ask for what the program put into `.grad`.
+  std::vector<bool> check_collected();
+  void take_collected();
   /// Gradients travel multiplied by `scale`. Those of a backward that is not the engine's are not yet, and are then.
   void set_loss_scale(double scale) { loss_scale_ = scale; }
   /// While it lives, gradients that arrive are scaled: the engine's backward is running.
@@ -68,6 +72,8 @@ class GradientIntake {
   };
 
   void arrive(int index, const at::Tensor& gradient);
+  void follow();
+  void take(int index);
   at::Tensor ordered_and_scaled(int index, const at::Tensor& gradient, double scale) const;
   const sharding::Parameter& parameter(const Place& place) const {
     return units_[place.unit]->parameters()[place.parameter];

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 from actions.acts import UNCOUNTED, is_raw
-from actions.programs import acts_of, is_low, quantized_in
+from actions.programs import acts_of, is_low, placement_of, quantized_in
 
 from reference.expected import Raises
 from reference.oracle import expected_of, traits_of
@@ -141,7 +141,9 @@ class Judge:
         traits = traits_of(self.program, setting) if special else ()
         quantized = tuple(quantized_in(phase, setting.of(phase)) for phase in phases)
         late = tuple(phase["gas"] > 1 and setting.of(phase).stage >= 2 for phase in phases)
-        return traits, late, quantized
+        # States off the device are stepped by the CPU's kernels, which fuse multiply-adds.
+        on_host = tuple(bool(placement_of(phase, setting.of(phase))) for phase in phases)
+        return traits, late, quantized, on_host if self.program.get("accelerator") else ()
 
 
 def _same_bits(a, b):
