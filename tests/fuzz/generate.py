@@ -71,11 +71,13 @@ class Generator:
         No gradients are quantised on devices yet.
         """
         choose = self.devices.choice
+        acts = {act["act"] for phase in program["phases"] for act in phase["acts"]}
+        together = self.alike and not acts & {"join", "diverge", "raise"}
         program["accelerator"] = {
             "schedule": choose(accelerators.SCHEDULES),
             "delay_us": choose([0, 50, 300]),
             # Ranks that diverge issue collectives in different orders, which only queues of their own bear.
-            "connections": choose([0, 0, 1, 2]) if self.alike else 0,
+            "connections": choose([0, 0, 1, 2]) if together else 0,
             "kernels": choose([False, True]),
         }
         program["model"]["extras"] = [extra for extra in program["model"]["extras"] if extra != "sparse"]
