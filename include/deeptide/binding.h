@@ -106,7 +106,7 @@ class DEEPTIDE_API Spill {
  public:
   /// In the host's memory, or, with `folders`, in files there, through `num_blocks` blocks of 4 MiB, at least 4.
   /// Errors: RuntimeError naming a folder that cannot be used.
-  Spill(const Engine& engine, const std::vector<std::string>& folders, int num_blocks);
+  Spill(const std::shared_ptr<Engine>& engine, const std::vector<std::string>& folders, int num_blocks);
   ~Spill();
 
   /// Copies the values of a strided tensor. Returns a number for the two below. Errors: RuntimeError naming the folder.
@@ -118,6 +118,10 @@ class DEEPTIDE_API Spill {
   int64_t peak_bytes() const;
 
  private:
+  void before_host_waits() const;
+
+  std::weak_ptr<Engine> engine_;
+  bool waits_;  // the host, for the device
   std::unique_ptr<tiers::Spill> spill_;
 };
 

@@ -132,7 +132,7 @@ void offload_states(EngineHandle& handle, bool masters, bool moments, bool gradi
 using SpillPointer = std::unique_ptr<binding::Spill, DeleteWithoutGil<binding::Spill>>;
 
 SpillPointer make_spill(EngineHandle& handle, const std::vector<std::string>& folders, int num_blocks) {
-  return SpillPointer(new binding::Spill(*handle.get(), folders, num_blocks));
+  return SpillPointer(new binding::Spill(handle.get(), folders, num_blocks));
 }
 
 void bind_training(EngineClass& engine) {

@@ -102,15 +102,32 @@ double bus_factor(const std::string& collective, int world_size) {
   return bench::bus_factor(collective_of(collective), world_size);
 }
 
-Spill::Spill(const Engine& engine, const std::vector<std::string>& folders, int num_blocks) {
-  const auto& ledger = EngineAccess::impl_of(engine).ledger;
+Spill::Spill(const std::shared_ptr<Engine>& engine, const std::vector<std::string>& folders, int num_blocks)
+    : engine_(engine), waits_(!folders.empty() && !engine->device().is_cpu()) {
+  const auto& ledger = EngineAccess::impl_of(*engine).ledger;
   const tiers::OffloadOptions options{folders, std::max(num_blocks, 4)};
-  spill_ = folders.empty() ? tiers::spill_to_host(ledger) : tiers::spill_to_files(options, ledger, engine.device());
+  spill_ = folders.empty() ? tiers::spill_to_host(ledger) : tiers::spill_to_files(options, ledger, engine->device());
 }
 
 Spill::~Spill() = default;
-int64_t Spill::put(const at::Tensor& tensor) { return spill_->put(tensor); }
-at::Tensor Spill::get(int64_t id) { return spill_->get(id); }
+
+int64_t Spill::put(const at::Tensor& tensor) {
+  before_host_waits();
+  return spill_->put(tensor);
+}
+
+at::Tensor Spill::get(int64_t id) {
+  before_host_waits();
+  return spill_->get(id);
+}
+
+/// Bytes of files pass through the host, which waits for the device, and with it for other ranks.
+void Spill::before_host_waits() const {
+  if (!waits_) return;
+  const std::shared_ptr<Engine> engine = engine_.lock();
+  if (engine && EngineAccess::impl_of(*engine).reducer) EngineAccess::impl_of(*engine).reducer->before_host_waits();
+}
+
 void Spill::drop(int64_t id) noexcept { spill_->drop(id); }
 int64_t Spill::peak_bytes() const { return spill_->peak_bytes(); }
 

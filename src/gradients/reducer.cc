@@ -21,6 +21,8 @@ using sharding::Unit;
 
 namespace {
 
+constexpr std::chrono::milliseconds kServesFor{50};  // to wait for a round before this looks up
+
 /// Adds the gradient to its place in the bucket. Rows of a sparse one may repeat. Not by add_(sparse): where every
 /// dimension is sparse, torch 2.13 adds to a view's storage offset twice.
 void add_into(const Tensor& bucket, const Parameter& p, const Tensor& gradient) {
@@ -164,6 +166,18 @@ void Reducer::attend() const {
   if (!residency_) return;
   residency_->rounds().announce(begun());
   residency_->attend();
+}
+
+void Reducer::before_host_waits() const {
+  if (!residency_) return;
+  const comm::Rounds& rounds = residency_->rounds();
+  while (rounds.launched_by_all() < rounds.awaited()) {
+    {
+      const std::lock_guard lock(mutex_);
+      residency_->rounds().announce(begun());
+    }
+    residency_->attend_for(kServesFor);
+  }
 }
 
 Tensor Reducer::take(int64_t numel, at::ScalarType dtype, const std::function<void()>& meanwhile) {

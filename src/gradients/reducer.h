@@ -54,6 +54,9 @@ class Reducer {
   /// later still allow. For a rank that gets no more gradients before `finish` but those that rounds_wanted_with knows.
   /// Returns whether such a one is what the others wait for.
   bool keep_up(int64_t rounds);
+  /// In a backward on a device, before the host waits for work there, which may wait for reductions: serves ranks that
+  /// are behind, or have no backward, until all have launched these. Errors: CommError, as of a rank that is lost.
+  void before_host_waits() const;
   /// Says that all has been added that rounds_wanted_with was told of: keep_up sends it.
   void end_coming();
   /// Answers like BucketQueue::advances_alone.

@@ -364,6 +364,18 @@ void Residency::attend() {
   comm::run_blocking(std::ref(work));
 }
 
+void Residency::attend_for(milliseconds limit) {
+  auto work = [&] {
+    std::lock_guard lock(mutex_);
+    if (!rounds_.posted()) post(Wishes());
+    const auto words = collect_for(limit, {"backward", "waiting until all ranks have begun the same reductions"});
+    if (!words) return;
+    serve(*words);
+    land_all();
+  };
+  comm::run_blocking(std::ref(work));
+}
+
 std::optional<std::vector<Close>> Residency::close_for(milliseconds limit, const Close& own, bool ends_pass) {
   std::lock_guard lock(mutex_);
   needed_.clear();

@@ -67,6 +67,8 @@ class Residency : public Gatekeeper {
   /// Serves the others while this rank waits for something else than a unit: call it over and over. Waits for gathers
   /// that are due, never for a rank that is not in a round.
   void attend();
+  /// Likewise, but waits up to about `limit` for a round.
+  void attend_for(std::chrono::milliseconds limit);
   comm::Rounds& rounds() const { return rounds_; }
   /// Leaves no unit whole: call it when shards have changed or memory is wanted, after all ranks have closed.
   void release_all();
