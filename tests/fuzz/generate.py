@@ -35,7 +35,7 @@ class Generator:
         self.devices = random.Random(f"devices {seed}")  # of what engines run on, likewise
         self.alike = self.draw.random() < 0.4  # whether ranks do the same, each with its own batches
 
-    def program(self, on_accelerator=False):
+    def program(self, on_accelerator=None):
         draw = self.draw
         optimizer = self._optimizer()
         self.is_own = optimizer["type"] in OWN
@@ -61,7 +61,8 @@ class Generator:
         low = draw.random() < 0.4
         for _ in range(draw.choice([1, 1, 2, 3])):
             program["phases"].append(self._phase(low != (draw.random() < 0.25)))
-        if self.devices.random() < ON_ACCELERATORS or on_accelerator:
+        drawn = self.devices.random() < ON_ACCELERATORS
+        if drawn if on_accelerator is None else on_accelerator:
             self._move(program)
         return program
 
@@ -493,6 +494,6 @@ WITH_A_LOSS_SCALE = ["train", "losses", "evaluate", "second_thoughts", "poison",
 WITH_A_LOSS_SCALE += ["join", "surroundings", "draws", "object"]
 
 
-def program_of(seed, on_accelerator=False):
-    """The program of a seed, without what is not defined. on_accelerator: whatever it draws."""
+def program_of(seed, on_accelerator=None):
+    """The program of a seed, without what is not defined. on_accelerator: None draws."""
     return defined.without_undefined(Generator(seed).program(on_accelerator))

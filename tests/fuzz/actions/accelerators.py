@@ -16,7 +16,7 @@ from torch import nn
 from actions.acts import is_raw
 
 DEVICE = "sim"
-SCHEDULES = ("random", "late", "late_default", "late_others")
+SCHEDULES = ("random", "late", "late_default")  # "late_others" makes reductions wait for patience: a minute a program
 
 
 def lacks(act):
