@@ -29,8 +29,9 @@ def main():
     )
     parser.add_argument("--all", action="store_true", help="print each failing program, not one of each kind")
     parser.add_argument("--pipelines", action="store_true", help="only programs of pipelines")
-    parser.add_argument("--accelerators", action="store_true", help="only programs on the simulated accelerator")
-    parser.add_argument("--cpus", action="store_true", help="no such programs: some take a minute")
+    where = {"dest": "on_accelerator", "action": "store_const", "default": None}
+    parser.add_argument("--accelerators", **where, const=True, help="only programs on the simulated accelerator")
+    parser.add_argument("--cpus", **where, const=False, help="no such programs: some take a minute")
     parser.add_argument("--program", type=Path, help="run this program at all settings")
     options = parser.parse_args()
     if not options.program:

@@ -125,7 +125,7 @@ class Campaign:
         if seed is None:
             return None
         self.drawn += 1
-        on_accelerator = True if self.options.accelerators else False if self.options.cpus else None
+        on_accelerator = self.options.on_accelerator
         if self.options.pipelines or (self.drawn % PIPELINES == 0 and not on_accelerator):
             return pool.submit(try_pipeline, seed)
         shrink = 60 if self.options.shrink is None else self.options.shrink

@@ -128,7 +128,7 @@ std::vector<bool> GradientIntake::check_collected() {
   std::vector<bool> units(units_.size(), false);
   for (size_t i = 0; i < places_.size(); ++i) {
     const Place& place = places_[i];
-    if (!replaced_[i] || !tensor(place).grad().defined()) continue;
+    if (!is_collected(i)) continue;
     gradients::check_layout(parameter(place), tensor(place).grad());
     units[place.unit] = true;
   }
@@ -137,7 +137,7 @@ std::vector<bool> GradientIntake::check_collected() {
 
 void GradientIntake::take_collected() {
   for (size_t i = 0; i < places_.size(); ++i) {
-    if (!replaced_[i] || !tensor(places_[i]).grad().defined()) continue;
+    if (!is_collected(i)) continue;
     take(static_cast<int>(i));
     replaced_[i] = false;
   }

@@ -73,6 +73,8 @@ class GradientIntake {
 
   void arrive(int index, const at::Tensor& gradient);
   void follow();
+  /// Whether autograd alone has collected a gradient there.
+  bool is_collected(size_t index) const { return replaced_[index] && tensor(places_[index]).grad().defined(); }
   void take(int index);
   at::Tensor ordered_and_scaled(int index, const at::Tensor& gradient, double scale) const;
   const sharding::Parameter& parameter(const Place& place) const {
