@@ -232,8 +232,8 @@ void Engine::Impl::make_trainer() {
   std::function<void()> before;
   if (config.runtime().keep_grad) {
     kept = std::make_unique<engine::KeptGradients>(trainable, *reducer, channels, ledger, model.device());
-    before = [this] { stepper->meet_backward(); };
   }
+  if (kept || !on_cpu) before = [this] { stepper->meet_backward(); };
   intake = std::make_unique<engine::GradientIntake>(trainable, *reducer, std::move(before));
 }
 

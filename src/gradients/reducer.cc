@@ -180,6 +180,14 @@ void Reducer::before_host_waits() const {
   }
 }
 
+void Reducer::end_backward() const {
+  if (device_.is_cpu() || num_ranks_ == 1 || !residency_) return;
+  const comm::Rounds& rounds = residency_->rounds();
+  if (rounds.awaited() <= rounds.launched_by_all()) return;
+  const std::lock_guard lock(mutex_);
+  attend();
+}
+
 Tensor Reducer::take(int64_t numel, at::ScalarType dtype, const std::function<void()>& meanwhile) {
   queue_.make_room(numel, dtype, meanwhile);
   return pool_.take(numel, dtype);

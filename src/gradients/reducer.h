@@ -57,6 +57,9 @@ class Reducer {
   /// In a backward on a device, before the host waits for work there, which may wait for reductions: serves ranks that
   /// are behind, or have no backward, until all have launched these. Errors: CommError, as of a rank that is lost.
   void before_host_waits() const;
+  /// At the end of a backward: on a device, whose work may wait for reductions from now on, this tells ranks that are
+  /// behind, or have no backward, what this one has begun, since the program may let the host wait. Never waits itself.
+  void end_backward() const;
   /// Says that all has been added that rounds_wanted_with was told of: keep_up sends it.
   void end_coming();
   /// Answers like BucketQueue::advances_alone.

@@ -31,7 +31,7 @@ def main():
     parser.add_argument("--pipelines", action="store_true", help="only programs of pipelines")
     where = {"dest": "on_accelerator", "action": "store_const", "default": None}
     parser.add_argument("--accelerators", **where, const=True, help="only programs on the simulated accelerator")
-    parser.add_argument("--cpus", **where, const=False, help="no such programs: some take a minute")
+    parser.add_argument("--cpus", **where, const=False, help="no such programs")
     parser.add_argument("--program", type=Path, help="run this program at all settings")
     options = parser.parse_args()
     if not options.program:

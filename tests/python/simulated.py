@@ -53,6 +53,7 @@ def configure(
     pins_for_another=False,
     staged=64 << 10,
     kernels=False,
+    patience=0,
 ):
     """Sets all at once.
 
@@ -62,7 +63,8 @@ def configure(
     `stuck`: which collectives stay on the device until their group is aborted: "never", "without a peer", "always".
     `connections`: queues that all streams share, 0: each has its own. `pins_for_another`: pinned memory is not this
     device's. `staged`: bytes of a copy from memory that is not pinned beyond which it keeps the host. `kernels`: those
-    for GPUs are the device's.
+    for GPUs are the device's. `patience`: milliseconds for which late tasks are held back though nothing here needs
+    them, 0: for ever.
     """
     _ops.configure(
         schedule,
@@ -82,6 +84,7 @@ def configure(
         pins_for_another,
         staged,
         kernels,
+        patience,
     )
 
 

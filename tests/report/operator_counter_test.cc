@@ -23,10 +23,13 @@ Totals macs(const OperatorCounter& counter) {
 // A CPU without a type's instructions multiplies a thousand times slower: a report does not wait for a large product.
 TEST(MachinePeak, IsMeasuredOnTheLargestProductThatEndsSoon) {
   std::vector<int64_t> sides;
+  int64_t most = 1024;  // that memory has room for
   const auto at = [&](double rate) {
     sides.clear();
-    return rate_of_largest(128, 1024, 0.1, [&](int64_t side) {
+    const auto work = [](int64_t side) { return 2.0 * static_cast<double>(side * side * side); };
+    return rate_of_largest(128, 1024, 0.1, work, [&](int64_t side) {
       sides.push_back(side);
+      TORCH_CHECK_WITH(OutOfMemoryError, side <= most, "no memory for ", side);
       return rate + static_cast<double>(side);
     });
   };
@@ -35,6 +38,8 @@ TEST(MachinePeak, IsMeasuredOnTheLargestProductThatEndsSoon) {
   EXPECT_EQ(at(1e9), 1e9 + 256);  // 0.27 s for the next
   EXPECT_EQ(at(1e8), 1e8 + 128);
   EXPECT_EQ(sides, std::vector<int64_t>{128});
+  most = 300;
+  EXPECT_EQ(at(1e11), 1e11 + 256);
 }
 
 TEST(OperatorCounter, CountsALinearLayerBothWays) {

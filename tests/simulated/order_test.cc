@@ -5,6 +5,9 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 
+#include <chrono>
+#include <future>
+
 #include "simulated/streams.h"
 
 namespace deeptide::simulated {
@@ -237,6 +240,20 @@ TEST(Streams, HeldBackShowWrongValuesWhereNothingChecks) {
     EXPECT_NE(stream_layers(!copies_late, copies_late), 256 * 16);
   }
   EXPECT_EQ(Machine::instance().settle(), "");
+  Machine::instance().configure({});
+}
+
+TEST(Streams, HeldBackGoOnAfterTheirPatienceThoughNobodyNeedsThem) {
+  Settings settings;
+  settings.schedule = Schedule::late;
+  settings.patience_ms = 10;
+  Machine::instance().configure(settings);
+  std::promise<void> done;
+  Task task;
+  task.name = "what another rank waits for";
+  task.run = [&] { done.set_value(); };
+  Machine::instance().enqueue(0, std::move(task), HostWait::no);
+  EXPECT_EQ(done.get_future().wait_for(std::chrono::minutes(1)), std::future_status::ready);
   Machine::instance().configure({});
 }
 

@@ -94,15 +94,20 @@ void Stepper::backward_from(const std::vector<at::Tensor>& outputs, const std::v
   torch::autograd::backward(outputs, gradients);
 }
 
-/// After a backward of the program's own, gradients are shown when autograd ends.
 void Stepper::meet_backward() {
-  parts_.kept->take_back();
+  if (parts_.kept) parts_.kept->take_back();
   const int task = torch::autograd::get_current_graph_task_id();
-  if (parts_.intake->is_in_backward() || !is_boundary() || task == awaited_task_) return;
+  if (task == awaited_task_) return;
   awaited_task_ = task;
   torch::autograd::Engine::get_default_engine().queue_callback([this, alive = std::weak_ptr<bool>(alive_)] {
-    if (!alive.expired()) show_gradients();
+    if (!alive.expired()) end_backward();
   });
+}
+
+/// Autograd ends. After a backward of the program's own, it shows gradients here; the engine's own shows them itself.
+void Stepper::end_backward() {
+  if (parts_.kept && is_boundary() && !parts_.intake->is_in_backward()) return show_gradients();
+  parts_.reducer->end_backward();
 }
 
 /// Collective.

@@ -65,7 +65,7 @@ class Stepper {
   /// Collective, with ranks that are in step(). Drops the gradients of the step to come.
   void preempt();
 
-  /// With KeptGradients: called as autograd is about to accumulate a gradient.
+  /// With KeptGradients, or on a device: called as autograd is about to accumulate a gradient.
   void meet_backward();
 
   bool is_boundary() const;
@@ -87,6 +87,7 @@ class Stepper {
   int64_t bytes_sent_for_steps();
   void take_gradients();
   void follow(const std::vector<comm::Close>& closes);
+  void end_backward();
   void show_gradients();
   std::vector<comm::Verdict> judge();
   double mean_loss() const;
@@ -114,7 +115,7 @@ class Stepper {
   bool said_signs_ = false;         // told of the first such step
   int64_t sent_bytes_ = 0;          // by this rank for steps so far
   std::vector<at::Tensor> losses_;  // of this rank since the last step, to tell forward from backward
-  int awaited_task_ = -1;           // of autograd: shows gradients when it ends
+  int awaited_task_ = -1;           // of autograd: end_backward() follows it
   std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);  // what autograd calls at its end asks for it
   StepTerms terms_;
   DriftGuard drift_;

@@ -8,11 +8,14 @@
 #include <ATen/ops/mm.h>
 #include <ATen/ops/ones.h>
 #include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <cmath>
 #include <functional>
 
 #include "device/lane.h"
+#include "device/memory/cached_memory.h"
 #include "trace/recorder.h"
 
 namespace deeptide {
@@ -39,40 +42,54 @@ double best_seconds(c10::Device device, const std::function<void()>& work) {
   return best;
 }
 
-/// Operations per second of a product of square matrices.
+/// Operations of a product of square matrices.
+double product_work(int64_t side) { return 2.0 * std::pow(static_cast<double>(side), 3); }
+
 double product_rate(const at::TensorOptions& options, int64_t side) {
   const at::Tensor a = at::ones({side, side}, options), b = at::ones({side, side}, options);
   at::Tensor c = at::empty({side, side}, options);
-  const auto elements = static_cast<double>(side);
-  return 2.0 * elements * elements * elements / best_seconds(options.device(), [&] { at::mm_out(c, a, b); });
+  return product_work(side) / best_seconds(options.device(), [&] { at::mm_out(c, a, b); });
+}
+
+/// Bytes that a sum of two fp32 vectors reads and writes.
+double triad_work(int64_t numel) { return 12.0 * static_cast<double>(numel); }
+
+double triad_rate(c10::Device device, int64_t numel) {
+  const auto floats = at::TensorOptions().device(device).dtype(at::kFloat);
+  const at::Tensor a = at::ones({numel}, floats), b = at::ones({numel}, floats);
+  at::Tensor c = at::ones({numel}, floats);
+  return triad_work(numel) / best_seconds(device, [&] { at::add_out(c, a, b, 3.0); });
 }
 
 }  // namespace
 
 MachinePeak measure_peak(c10::Device device, c10::ScalarType dtype) {
   const c10::AutoGradMode no_grad(false);
-  const int64_t numel = device.is_cpu() ? int64_t{1} << 23 : int64_t{1} << 27;
   const auto options = at::TensorOptions().device(device).dtype(dtype);
+  if (!device.is_cpu()) product_rate(options, 128);  // the first product of all takes libraries' start
   MachinePeak peak;
-  peak.flops_per_s =
-      device.is_cpu()
-          ? report::rate_of_largest(128, 1024, kLongest_s, [&](int64_t side) { return product_rate(options, side); })
-          : product_rate(options, 8192);
-  const auto floats = options.dtype(at::kFloat);
-  const at::Tensor a = at::ones({numel}, floats), b = at::ones({numel}, floats);
-  at::Tensor c = at::ones({numel}, floats);
-  peak.bytes_per_s = 12.0 * static_cast<double>(numel) / best_seconds(device, [&] { at::add_out(c, a, b, 3.0); });
+  peak.flops_per_s = report::rate_of_largest(128, device.is_cpu() ? 1024 : 8192, kLongest_s, product_work,
+                                             [&](int64_t side) { return product_rate(options, side); });
+  constexpr int64_t kLeast = int64_t{1} << 23;  // beyond CPUs' caches
+  peak.bytes_per_s = report::rate_of_largest(kLeast, device.is_cpu() ? kLeast : kLeast << 4, kLongest_s, triad_work,
+                                             [&](int64_t numel) { return triad_rate(device, numel); });
+  device::release_cached_memory(device);
   return peak;
 }
 
 namespace report {
 
-double rate_of_largest(int64_t least, int64_t most, double longest_s, const std::function<double(int64_t)>& rate_at) {
-  for (int64_t side = least;; side *= 2) {
-    const double rate = rate_at(side);
-    const auto next = static_cast<double>(2 * side);
-    if (2 * side > most || 2.0 * next * next * next / rate > longest_s) return rate;
+double rate_of_largest(int64_t least, int64_t most, double longest_s, const std::function<double(int64_t)>& work_of,
+                       const std::function<double(int64_t)>& rate_at) {
+  double rate = rate_at(least);
+  for (int64_t size = 2 * least; size <= most && work_of(size) / rate <= longest_s; size *= 2) {
+    try {
+      rate = rate_at(size);
+    } catch (const c10::OutOfMemoryError&) {
+      break;  // beside a model that fills the device
+    }
   }
+  return rate;
 }
 
 Roofline judge(const std::vector<OperatorUse>& uses, const MachinePeak& peak, bool timed) {

@@ -10,9 +10,10 @@
 
 namespace deeptide::report {
 
-/// The rate of the largest product of squares, from `least` doubled to `most`, that is not expected to last longer.
-/// `rate_at`: operations per second at a side. Units: seconds.
-double rate_of_largest(int64_t least, int64_t most, double longest_s, const std::function<double(int64_t)>& rate_at);
+/// The rate at the largest size, from `least` doubled to `most`, that has memory and is not expected to last longer.
+/// `work_of`: a size's operations, or bytes. `rate_at`: those per second, measured. Units: seconds.
+double rate_of_largest(int64_t least, int64_t most, double longest_s, const std::function<double(int64_t)>& work_of,
+                       const std::function<double(int64_t)>& rate_at);
 
 struct Roofline {
   int64_t macs = 0;

@@ -16,7 +16,8 @@ from torch import nn
 from actions.acts import is_raw
 
 DEVICE = "sim"
-SCHEDULES = ("random", "late", "late_default")  # "late_others" makes reductions wait for patience: a minute a program
+SCHEDULES = ("random", "late", "late_default", "late_others")
+PATIENCE_MS = 20  # a host waits for other ranks, which wait for what this one's device holds back
 
 
 def lacks(act):
@@ -35,7 +36,7 @@ class Accelerator:
 
         self._controls = simulated
         how = {"max_delay_us": spec["delay_us"], "seed": seed, "connections": spec["connections"]}
-        simulated.configure(spec["schedule"], **how, kernels=spec["kernels"])
+        simulated.configure(spec["schedule"], **how, kernels=spec["kernels"], patience=PATIENCE_MS)
 
     @contextlib.contextmanager
     def group(self, store, number, size):

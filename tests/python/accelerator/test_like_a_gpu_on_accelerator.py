@@ -156,6 +156,29 @@ def test_a_shared_queue_makes_collectives_in_different_order_block_each_other(co
         assert outcome in rank.stdout
 
 
+def read_the_loss_after_backward(stage):
+    """Buckets are refilled: what follows a backward on its stream waits for reductions that the others have begun."""
+    controls = begin()
+    for schedule in ("random", "late_default", "late_others"):
+        controls.configure(schedule, patience=20)
+        engine = make_engine(stage, deeptide={"comm_timeout": 20, "unit_size": 100})
+        for seed in range(3 if dist.get_rank() == 0 else 1):
+            loss = engine(*inputs_of(seed))
+            engine.backward(loss)
+            assert loss.item() > 0
+            engine.step()
+        engine.join()
+        engine.destroy()
+        assert controls.settle() == ""
+    dist.destroy_process_group()
+
+
+@simulated_only
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_rank_reads_its_loss_between_backward_and_step_though_another_has_no_more_batches(stage):
+    run(2, read_the_loss_after_backward, stage)
+
+
 # -- the host ------------------------------------------------------------------------------------------------------
 
 

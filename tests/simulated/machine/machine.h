@@ -39,6 +39,9 @@ enum class Stuck : uint8_t { never, without_peer, always };
 struct Settings {
   Schedule schedule = Schedule::random;
   unsigned max_delay_us = 0;
+  /// How long late tasks are held back where nothing here needs them: another rank may, for which this host waits, and
+  /// every real device goes on. 0: for ever.
+  unsigned patience_ms = 0;
   uint64_t seed = 1;
   size_t cap_bytes = size_t{16} << 30;
   bool check = true;

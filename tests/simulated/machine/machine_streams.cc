@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <thread>
 #include <utility>
 
@@ -75,7 +76,14 @@ void Machine::work(int index) {
   Lock lock(mutex_);
   Stream& own = streams_[static_cast<size_t>(index)];
   for (;;) {
-    changed_.wait(lock, [&] { return may_run(index, own); });
+    const auto ready = [&] { return may_run(index, own); };
+    changed_.wait(lock, [&] { return !own.queue.empty(); });
+    if (settings_.patience_ms == 0) {
+      changed_.wait(lock, ready);
+    } else if (!changed_.wait_for(lock, std::chrono::milliseconds(settings_.patience_ms), ready)) {
+      aim(index, own.issued);
+      continue;
+    }
     run_front(lock, index, own);
   }
 }

@@ -31,10 +31,11 @@ Stuck stuck_of(const std::string& name) {
 void configure(const std::string& schedule, int64_t max_delay_us, int64_t seed, int64_t cap_bytes, bool check,
                bool guard_pinned, double compute, double to_device, double to_host, double link,
                int64_t workspace_bytes, bool warns_of_waits, const std::string& stuck, int64_t connections,
-               bool pins_for_another, int64_t staged_bytes, bool kernels) {
+               bool pins_for_another, int64_t staged_bytes, bool kernels, int64_t patience_ms) {
   Settings settings;
   settings.schedule = schedule_of(schedule);
   settings.max_delay_us = static_cast<unsigned>(max_delay_us);
+  settings.patience_ms = static_cast<unsigned>(patience_ms);
   settings.seed = static_cast<uint64_t>(seed);
   settings.cap_bytes = static_cast<size_t>(cap_bytes);
   settings.check = check;
