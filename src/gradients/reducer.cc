@@ -253,6 +253,7 @@ Tensor Reducer::outgoing(int unit, const std::function<void()>& meanwhile) {
 
 /// Sends the next unit of the round under way.
 void Reducer::issue_next(const std::function<void()>& meanwhile) {
+  if (residency_ && !device_.is_cpu()) residency_->begin_reductions();
   const int unit = order_[next_++];
   if (auto held = buckets_[unit].held) {
     empty(buckets_[unit]);

@@ -69,6 +69,9 @@ class Residency : public Gatekeeper {
   void attend();
   /// Likewise, but waits up to about `limit` for a round.
   void attend_for(std::chrono::milliseconds limit);
+  /// Before reductions that the lane which computes may wait for: later gathers wait for what has changed shards until
+  /// now, as an optimizer's state or a parameter set by hand between forward and backward, and not for those.
+  void begin_reductions();
   comm::Rounds& rounds() const { return rounds_; }
   /// Leaves no unit whole: call it when shards have changed or memory is wanted, after all ranks have closed.
   void release_all();
