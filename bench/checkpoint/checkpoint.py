@@ -39,7 +39,8 @@ still in the call, in ms per GB of both ranks' bytes. Step: the steps beside a s
 Medians over the rounds, whose entries follow one another. The direct write has the same files and block size, two
 blocks under way per rank. torch.save ends with fsync, as DCP does. Memory: the peak of a rank's resident memory in the
 call beyond what it had before, in percent of its state. Reads begin with no page of the files in memory; a load of
-Deeptide compares every block with its hash first. An export is of weights in fp32, from masters, by rank 0 alone, its
+Deeptide compares every block with its hash. An engine that has trained does so before anything changes, and again as it
+reads, unless `checkpoint.verify` is false. An export is of weights in fp32, from masters, by rank 0 alone, its
 bytes counted once; so is its direct write. An import writes what DeepSpeed has saved in Deeptide's form, by rank 0
 alone; its bytes are those of the masters and moments. Both read as much as they write: so does the direct copy."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -73,7 +74,7 @@ class Net(nn.Module):
 class Trainer:
     """Steps of one engine: Deeptide's, or DeepSpeed's."""
 
-    def __init__(self, options, initialize):
+    def __init__(self, options, initialize, **settings):
         torch.manual_seed(0)
         model = Net(options.million)
         config = {
@@ -81,6 +82,7 @@ class Trainer:
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
             "bf16": {"enabled": options.dtype == "bf16"},
             "zero_optimization": {"stage": 2},
+            **settings,
         }
         self.numel = sum(parameter.numel() for parameter in model.parameters())
         self.engine = initialize(model=model, model_parameters=model.parameters(), config=config)[0]
@@ -256,11 +258,14 @@ def rounds_of(bench):
 
 
 def reads_of(bench):
-    """Reads what the last round of saves has left."""
+    """Reads what the last round of saves has left, into memory that has been used."""
     folder, rank, state = bench.options.folder, bench.rank, bench.state
+    other = Trainer(bench.options, deeptide.initialize, checkpoint={"verify": False}).engine
+    other.load_checkpoint(folder, "ours")
     reads = {
         "direct read": lambda: read_directly(folder / f"direct.{rank}"),
         "Deeptide, load": lambda: bench.ours.engine.load_checkpoint(folder, "ours"),
+        "Deeptide, load without verify": lambda: other.load_checkpoint(folder, "ours"),
         "torch.load": lambda: torch.load(folder / f"torch.{rank}"),
         "DCP, load": lambda: dcp.load(state, checkpoint_id=str(folder / "dcp")),
     }
@@ -271,6 +276,7 @@ def reads_of(bench):
         for name, read in reads.items():
             forget_pages(folder)
             yield name, *timed(read)
+    other.destroy()
 
 
 def exports_of(bench):

@@ -22,7 +22,9 @@ class MemoryFile {
   }
   ~MemoryFile() { ::close(descriptor_); }
   MemoryFile(const MemoryFile&) = delete;
-  std::string path() const { return "/proc/self/fd/" + std::to_string(descriptor_); }
+  std::string folder() const { return "/proc/self/fd"; }
+  std::string name() const { return std::to_string(descriptor_); }
+  std::string path() const { return folder() + "/" + name(); }
 
  private:
   int descriptor_;
@@ -34,13 +36,16 @@ class Nowhere final : public ElementSink {
   void put(int64_t, const char*, int64_t) override {}
 };
 
-void read_everything(const Table& table, const File& file) {
+void read_everything(const Table& table, const MemoryFile& file) {
+  StreamedReads files(file.folder());
   for (const auto& [id, logical] : table) {
     for (const Extent& extent : logical.extents) {
       if (extent.region.numel() > (int64_t{1} << 20)) continue;  // a file of the size that a run has time for
       try {
         Nowhere nowhere;
-        read_shared(file, logical, extent, extent.region, nowhere);
+        Extent here = extent;
+        here.file = file.name();
+        read_shared(files, logical, here, extent.region, nowhere);
       } catch (const CheckpointError&) {
       }
     }
@@ -51,7 +56,7 @@ void read_everything(const Table& table, const File& file) {
 void check_manifest(const std::string& text) {
   const ManifestTable table = decode_manifest(text, "manifest");
   const MemoryFile file(text.data(), text.size());
-  read_everything(table.tensors, File::open(file.path()));
+  read_everything(table.tensors, file);
   if (table.manifest.version < kManifestVersion) return;
   const ManifestTable again = decode_manifest(encode(table), "again");
   if (again.tensors.size() != table.tensors.size() || again.nonce != table.nonce) std::abort();

@@ -4,6 +4,7 @@
 #include "checkpoint/format/file_io.h"
 
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -117,6 +118,12 @@ File File::create(const std::string& path) {
   return File(path, open_file(path, O_WRONLY | O_CREAT | O_TRUNC, "create"));
 }
 
+File File::open_direct(const std::string& path) {
+  const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
+  if (descriptor >= 0) return {path, descriptor, true};
+  return open(path);
+}
+
 File File::open(const std::string& path) { return File(path, open_file(path, O_RDONLY, "open")); }
 
 int64_t File::size() const {
@@ -156,6 +163,18 @@ void File::read_at(void* data, int64_t bytes, int64_t offset) const {
     offset += done;
     left -= done;
   }
+}
+
+bool File::is_cached(int64_t bytes, int64_t offset) const {
+  const int64_t page = ::sysconf(_SC_PAGESIZE), begin = offset / page * page;
+  const auto length = static_cast<size_t>(offset + bytes - begin);
+  void* const mapped = ::mmap(nullptr, length, PROT_READ, MAP_SHARED, descriptor_, begin);
+  if (mapped == MAP_FAILED) return true;
+  std::vector<unsigned char> pages((length + static_cast<size_t>(page) - 1) / static_cast<size_t>(page));
+  const bool told = ::mincore(mapped, length, pages.data()) == 0;
+  ::munmap(mapped, length);
+  const auto cached = std::count_if(pages.begin(), pages.end(), [](unsigned char each) { return (each & 1) != 0; });
+  return !told || 2 * cached >= std::ssize(pages);
 }
 
 void File::will_read(int64_t bytes, int64_t offset) const {

@@ -16,7 +16,9 @@ class File {
  public:
   static File create(const std::string& path);  // truncates what is there
   static File open(const std::string& path);    // to read
-  /// Likewise truncates. Writes bypass the page cache where the filesystem can; then io::kAlignment holds for them.
+  /// Likewise. Reads bypass the page cache where is_direct(); then io::kAlignment holds for them.
+  static File open_direct(const std::string& path);
+  /// Truncates. Writes bypass the page cache where the filesystem can; then io::kAlignment holds for them.
   static File create_direct(const std::string& path);
   File(File&& other) noexcept;
   File& operator=(File&&) = delete;
@@ -27,6 +29,8 @@ class File {
   void write_at(const void* data, int64_t bytes, int64_t offset) const;
   /// Errors: CheckpointError also when the file ends before `offset + bytes`.
   void read_at(void* data, int64_t bytes, int64_t offset) const;
+  /// Whether the page cache has at least half of them; also true where the system does not tell.
+  bool is_cached(int64_t bytes, int64_t offset) const;
   /// Lets the system fetch what is read soon, while this thread does other things. A hint, which may do nothing.
   void will_read(int64_t bytes, int64_t offset) const;
   /// Lets the system begin to write what `sync` will wait for. A hint, likewise.

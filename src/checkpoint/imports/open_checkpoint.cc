@@ -81,17 +81,15 @@ std::string import_checkpoint(const std::string& source, const std::string& dire
   }
   const checkpoint::Reader reader = checkpoint::open_checkpoint(source, from);
   checkpoint::Snapshot snapshot;
-  checkpoint::ReadAhead ahead = reader.read_ahead();
+  const auto files = reader.announce_all();
   for (Piece& piece : reader.table()) {
     const Piece whole = piece;
     const auto dtype = piece.data.dtype();
-    const size_t number = snapshot.pieces.size();
-    const auto copy = [&reader, &ahead, whole, number](int64_t begin, const at::Tensor& block) {
-      ahead.read(number, begin + block.numel());
+    const auto copy = [&reader, &files, whole](int64_t begin, const at::Tensor& block) {
       Piece part = whole;
       part.region = Region::range(begin, begin + block.numel());
       part.data = block;
-      reader.read({part});
+      reader.read({part}, *files);
     };
     piece.data = checkpoint::PieceData(dtype, copy);
     snapshot.pieces.push_back(std::move(piece));

@@ -13,15 +13,11 @@
 namespace deeptide::checkpoint {
 namespace {
 
-// Reading this many unwanted bytes takes less time than another system call.
-constexpr int64_t kMaxGapBytes = int64_t{64} << 10;
-constexpr int64_t kAheadBlocks = 2;  // that the drive fetches while one is compared
-
 /// Compares what was read of an extent with the hashes of its blocks. Offsets are bytes from the extent's start.
 class BlockCheck {
  public:
-  BlockCheck(const File& file, const Logical& saved, const Extent& extent, int64_t width)
-      : file_(file), saved_(saved), extent_(extent), bytes_(extent.region.numel() * width), width_(width) {
+  BlockCheck(StreamedReads& files, const Logical& saved, const Extent& extent, int64_t width)
+      : files_(files), saved_(saved), extent_(extent), bytes_(extent.region.numel() * width), width_(width) {
     const int64_t blocks = (bytes_ + kHashedBlockBytes - 1) / kHashedBlockBytes;
     if (static_cast<int64_t>(extent.hashes.size()) == blocks) done_.resize(blocks);
     if (done_.empty() && !extent.hashes.empty()) fail(0, "has not as many hashes as blocks");
@@ -48,7 +44,7 @@ class BlockCheck {
     const int64_t first = block * kHashedBlockBytes;
     const int64_t size = std::min(kHashedBlockBytes, bytes_ - first);
     if (!whole_) whole_ = std::make_unique_for_overwrite<char[]>(kHashedBlockBytes);
-    file_.read_at(whole_.get(), size, extent_.offset + first);
+    files_.read(extent_.file, extent_.offset + first, whole_.get(), size);
     compare(block, whole_.get(), size);
   }
 
@@ -63,11 +59,11 @@ class BlockCheck {
     const int64_t last = std::min(first + kHashedBlockBytes, bytes_);
     throw CheckpointError("'" + saved_.key + "' is damaged: of the piece " + extent_.region.text() + ", the block of " +
                           "elements [" + std::to_string(first / width_) + ", " + std::to_string(last / width_) + ") " +
-                          what + ", at byte " + std::to_string(extent_.offset + first) + " of " + file_.path() +
-                          "; use another checkpoint");
+                          what + ", at byte " + std::to_string(extent_.offset + first) + " of " +
+                          files_.path(extent_.file) + "; use another checkpoint");
   }
 
-  const File& file_;
+  StreamedReads& files_;
   const Logical& saved_;
   const Extent& extent_;
   int64_t bytes_;
@@ -78,12 +74,12 @@ class BlockCheck {
 
 class Batch {
  public:
-  Batch(const File& file, const Logical& saved, const Extent& extent, ElementSink& sink)
-      : file_(file),
-        offset_(extent.offset),
+  Batch(StreamedReads& files, const Logical& saved, const Extent& extent, ElementSink& sink)
+      : files_(files),
+        extent_(extent),
         width_(element_bytes(saved.dtype)),
         sink_(sink),
-        check_(file, saved, extent, width_) {}
+        check_(files, saved, extent, width_) {}
 
   void add(const SharedRun& run) {
     const int64_t block = kBlockBytes / width_;
@@ -92,7 +88,6 @@ class Batch {
         const int64_t count = std::min(block - (run.a + done) % block, run.count - done);
         add({run.a + done, run.b + done, count});
         done += count;
-        announce(run.a + done, std::min(run.count - done, kAheadBlocks * block));
       }
       return;
     }
@@ -107,14 +102,14 @@ class Batch {
     if (runs_.empty()) return;
     const int64_t begin = runs_.front().a;
     const int64_t bytes = (end() - begin) * width_;
-    const int64_t offset = offset_ + begin * width_;
+    const int64_t offset = extent_.offset + begin * width_;
     char* memory = runs_.size() == 1 ? sink_.memory(runs_.front().b) : nullptr;
     if (memory != nullptr) {
-      file_.read_at(memory, bytes, offset);
+      files_.read(extent_.file, offset, memory, bytes);
       check_.check(begin * width_, bytes, memory);
     } else {
       if (!staged_) staged_ = std::make_unique_for_overwrite<char[]>(kBlockBytes);
-      file_.read_at(staged_.get(), bytes, offset);
+      files_.read(extent_.file, offset, staged_.get(), bytes);
       check_.check(begin * width_, bytes, staged_.get());
       for (const SharedRun& run : runs_) sink_.put(run.b, staged_.get() + (run.a - begin) * width_, run.count);
     }
@@ -124,17 +119,8 @@ class Batch {
  private:
   int64_t end() const { return runs_.back().a + runs_.back().count; }
 
-  /// Each byte once.
-  void announce(int64_t first, int64_t count) {
-    const int64_t begin = std::max(announced_, offset_ + first * width_), end = offset_ + (first + count) * width_;
-    if (begin >= end) return;
-    file_.will_read(end - begin, begin);
-    announced_ = end;
-  }
-
-  const File& file_;
-  int64_t offset_;
-  int64_t announced_ = 0;  // a position in the file
+  StreamedReads& files_;
+  const Extent& extent_;
   int64_t width_;
   ElementSink& sink_;
   BlockCheck check_;
@@ -144,28 +130,43 @@ class Batch {
 
 }  // namespace
 
-void read_shared(const File& file, const Logical& saved, const Extent& extent, const Region& wanted,
+void read_shared(StreamedReads& files, const Logical& saved, const Extent& extent, const Region& wanted,
                  ElementSink& sink) {
-  Batch batch(file, saved, extent, sink);
+  Batch batch(files, saved, extent, sink);
   for_each_shared_run(saved.shape, extent.region, wanted, [&](const SharedRun& run) { batch.add(run); });
   batch.flush();
 }
 
-int64_t announce(const File& file, const Logical& saved, const Extent& extent, const Region& wanted) {
-  if (extent.region.sizes.size() != 1 || wanted.sizes.size() != 1 || !extent.strides.empty()) return 0;
+void announce_shared(StreamedReads& files, const Logical& saved, const Extent& extent, const Region& wanted) {
+  if (!extent.strides.empty()) return;  // few are, and small
   const int64_t width = element_bytes(saved.dtype);
-  int64_t bytes = 0;
   for_each_shared_run(saved.shape, extent.region, wanted, [&](const SharedRun& run) {
-    bytes = std::min(run.count * width, kAheadBlocks * kBlockBytes);
-    file.will_read(bytes, extent.offset + run.a * width);
+    files.announce(extent.file, extent.offset + run.a * width, run.count * width);
   });
-  return bytes;
+}
+
+void announce_whole(StreamedReads& files, const Logical& saved) {
+  const int64_t numel = numel_of(saved.shape, saved.key), block = kHashedBlockBytes / element_bytes(saved.dtype);
+  for (int64_t begin = 0; begin < numel; begin += block) {
+    const Region wanted = Region::range(begin, std::min(numel, begin + block));
+    for (const Extent& extent : saved.extents) {
+      if (num_shared(saved.shape, extent.region, wanted) > 0) announce_shared(files, saved, extent, wanted);
+    }
+  }
 }
 
 int64_t num_hashed_blocks(const Extent& extent) { return std::ssize(extent.hashes); }
 
-void verify_blocks(const File& file, const Logical& saved, const Extent& extent, int64_t first, int64_t stride) {
-  BlockCheck check(file, saved, extent, element_bytes(saved.dtype));
+void announce_blocks(StreamedReads& files, const Logical& saved, const Extent& extent, int64_t first, int64_t stride) {
+  const int64_t bytes = extent.region.numel() * element_bytes(saved.dtype);
+  for (int64_t block = first; block < num_hashed_blocks(extent); block += stride) {
+    const int64_t begin = block * kHashedBlockBytes;
+    files.announce(extent.file, extent.offset + begin, std::min(kHashedBlockBytes, bytes - begin));
+  }
+}
+
+void verify_blocks(StreamedReads& files, const Logical& saved, const Extent& extent, int64_t first, int64_t stride) {
+  BlockCheck check(files, saved, extent, element_bytes(saved.dtype));
   for (int64_t block = first; block < num_hashed_blocks(extent); block += stride) check.read_and_check(block);
 }
 

@@ -5,8 +5,8 @@
 
 #include <cstdint>
 
-#include "checkpoint/format/file_io.h"
 #include "checkpoint/format/piece_table.h"
+#include "checkpoint/load/streamed_reads.h"
 
 namespace deeptide::checkpoint {
 
@@ -20,19 +20,22 @@ class ElementSink {
   virtual void put(int64_t position, const char* elements, int64_t count) = 0;
 };
 
-/// Gives `sink` the elements of `wanted` that `extent` of `saved` holds in `file`. Runs that lie close together in the
-/// file are read at once. Who reads the middle of a block compares all of it with its hash: one of the ranks that share
+/// Gives `sink` the elements of `wanted` that `extent` of `saved` holds in its file. Runs that lie close together there
+/// are read at once. Who reads the middle of a block compares all of it with its hash: one of the ranks that share
 /// it.
 /// Errors: CheckpointError that names tensor, elements and file when a block is not the one that was saved.
-void read_shared(const File& file, const Logical& saved, const Extent& extent, const Region& wanted, ElementSink& sink);
-
-/// Lets the system fetch the first blocks of what `read_shared` will read, where `extent` and `wanted` are ranges.
-/// Returns their bytes.
-int64_t announce(const File& file, const Logical& saved, const Extent& extent, const Region& wanted);
+void read_shared(StreamedReads& files, const Logical& saved, const Extent& extent, const Region& wanted,
+                 ElementSink& sink);
+/// Announces what `read_shared` will read.
+void announce_shared(StreamedReads& files, const Logical& saved, const Extent& extent, const Region& wanted);
+/// Announces a tensor that is read from its first element to its last.
+void announce_whole(StreamedReads& files, const Logical& saved);
 
 /// The number of an extent's hashed blocks; 0 without hashes.
 int64_t num_hashed_blocks(const Extent& extent);
+/// Announces what `verify_blocks` will read.
+void announce_blocks(StreamedReads& files, const Logical& saved, const Extent& extent, int64_t first, int64_t stride);
 /// Reads the blocks `first`, `first + stride`, … of the extent and compares them with their hashes. Errors: likewise.
-void verify_blocks(const File& file, const Logical& saved, const Extent& extent, int64_t first, int64_t stride);
+void verify_blocks(StreamedReads& files, const Logical& saved, const Extent& extent, int64_t first, int64_t stride);
 
 }  // namespace deeptide::checkpoint

@@ -106,27 +106,19 @@ std::vector<Share> plan_shares(const Table& table, const std::vector<Piece>& wan
   return shares;
 }
 
-/// Announces shares of a file before they are read, some blocks ahead.
-class Ahead {
- public:
-  void announce(const File& file, const std::vector<Share>& shares, size_t now) {
-    if (bytes_.size() != shares.size()) bytes_.resize(shares.size());
-    announced_ -= bytes_[now];
-    next_ = std::max(next_, now + 1);
-    for (; next_ < shares.size() && announced_ < kAheadBytes; ++next_) {
-      const Share& share = shares[next_];
-      if (share.extent->file != shares[now].extent->file) return;
-      bytes_[next_] = checkpoint::announce(file, *share.saved, *share.extent, share.wanted->region);
-      announced_ += bytes_[next_];
-    }
+/// Whether ranks of one host want the same bytes: each rank as much as makes all of them more than there is.
+bool want_the_same(const Table& table, const std::vector<Piece>& wanted, int readers) {
+  double own = 0.0, all = 0.0;
+  std::set<TensorId> seen;
+  for (const Piece& piece : wanted) {
+    const auto& [id, saved] = *table.find({piece.name, piece.role});
+    const auto width = static_cast<double>(element_bytes(saved.dtype));
+    own += width * static_cast<double>(piece.region.numel());
+    if (seen.insert(id).second) all += width * static_cast<double>(numel_of(saved.shape, saved.key));
   }
-
- private:
-  static constexpr int64_t kAheadBytes = 2 * kBlockBytes;
-  std::vector<int64_t> bytes_;  // by share
-  int64_t announced_ = 0;       // and not yet read
-  size_t next_ = 0;
-};
+  constexpr double kUneven = 1.5;  // ranks' shares are not all equal
+  return readers * own > kUneven * all;
+}
 
 /// Cuts a region into parts of at most `most` elements, each of which lies in one run of the region's order.
 void cut(const Region& region, int64_t most, const std::function<void(const Region&)>& visit) {
@@ -227,37 +219,45 @@ std::vector<std::string> Reader::check(const std::vector<Piece>& wanted, bool st
   return lines;
 }
 
-void Reader::read(const std::vector<Piece>& wanted) const {
-  const auto elsewhere = read_here(wanted);
+void Reader::require_fit(const std::vector<Piece>& wanted) const {
+  const std::vector<std::string> lines = check(wanted, false);
+  if (lines.empty()) return;
+  std::string text = "the checkpoint " + contents_->folder + " does not fit what is to be loaded:";
+  for (size_t i = 0; i < std::min(lines.size(), kMaxListedLines); ++i) text += "\n  " + lines[i];
+  if (lines.size() > kMaxListedLines) text += "\n  and " + std::to_string(lines.size() - kMaxListedLines) + " more";
+  throw CheckpointError(text);
+}
+
+void Reader::read(const std::vector<Piece>& wanted, int readers) const {
+  const auto elsewhere = read_here(wanted, readers);
   if (elsewhere.empty()) return;
   throw CheckpointError("the checkpoint " + contents_->folder + " lacks " + elsewhere.front().file + ", which has '" +
                         tensor_key(elsewhere.front().id) + "'");
 }
 
-std::vector<PartElsewhere> Reader::read_here(const std::vector<Piece>& wanted) const {
-  const std::vector<std::string> lines = check(wanted, false);
-  if (!lines.empty()) {
-    std::string text = "the checkpoint " + contents_->folder + " does not fit what is to be loaded:";
-    for (size_t i = 0; i < std::min(lines.size(), kMaxListedLines); ++i) text += "\n  " + lines[i];
-    if (lines.size() > kMaxListedLines) text += "\n  and " + std::to_string(lines.size() - kMaxListedLines) + " more";
-    throw CheckpointError(text);
-  }
+void Reader::read(const std::vector<Piece>& wanted, StreamedReads& files) const {
+  require_fit(wanted);
   const at::NoGradGuard no_grad;
-  std::vector<PartElsewhere> elsewhere;
-  std::optional<File> file;
-  const std::vector<Share> shares = plan_shares(contents_->table.tensors, wanted);
-  Ahead ahead;
-  for (size_t i = 0; i < shares.size(); ++i) {
-    const Share& share = shares[i];
-    const std::string path = contents_->folder + "/" + share.extent->file;
-    if (contents_->of_one_host && !exists(path)) {
-      note_elsewhere(share, static_cast<size_t>(share.wanted - wanted.data()), elsewhere);
-      continue;
-    }
-    if (!file || file->path() != path) file.emplace(File::open(path));
-    ahead.announce(*file, shares, i);
-    transfer(*file, *share.saved, *share.extent, *share.wanted);
+  for (const Share& share : plan_shares(contents_->table.tensors, wanted)) {
+    transfer(files, *share.saved, *share.extent, *share.wanted);
   }
+}
+
+std::vector<PartElsewhere> Reader::read_here(const std::vector<Piece>& wanted, int readers) const {
+  require_fit(wanted);
+  const at::NoGradGuard no_grad;
+  const Table& table = contents_->table.tensors;
+  using Through = StreamedReads::Through;
+  StreamedReads files(contents_->folder, want_the_same(table, wanted, readers) ? Through::page_cache : Through::drive);
+  std::vector<PartElsewhere> elsewhere;
+  std::vector<Share> shares = plan_shares(table, wanted);
+  std::erase_if(shares, [&](const Share& share) {
+    if (!contents_->of_one_host || exists(files.path(share.extent->file))) return false;
+    note_elsewhere(share, static_cast<size_t>(share.wanted - wanted.data()), elsewhere);
+    return true;
+  });
+  for (const Share& share : shares) announce_shared(files, *share.saved, *share.extent, share.wanted->region);
+  for (const Share& share : shares) transfer(files, *share.saved, *share.extent, *share.wanted);
   return elsewhere;
 }
 
@@ -273,8 +273,8 @@ at::Tensor Reader::read_part(const PartElsewhere& part) const {
   const Logical& saved = contents_->table.tensors.at(part.id);
   at::Tensor elements = at::empty({numel(part)}, at::TensorOptions().dtype(saved.dtype));
   Packed packed(elements);
-  const File file = File::open(contents_->folder + "/" + part.file);
-  read_shared(file, saved, saved.extents.at(static_cast<size_t>(part.extent)), part.region, packed);
+  StreamedReads files(contents_->folder);
+  read_shared(files, saved, saved.extents.at(static_cast<size_t>(part.extent)), part.region, packed);
   return elements;
 }
 
@@ -298,6 +298,9 @@ void Reader::fill(const Piece& wanted, const PartElsewhere& part, const at::Tens
 void Reader::verify(const std::vector<Piece>& wanted, int part, int parts) const {
   std::set<TensorId> named;
   for (const Piece& piece : wanted) named.insert({piece.name, piece.role});
+  StreamedReads files(contents_->folder,
+                      StreamedReads::Through::page_cache);  // they are read again, by whoever wants them
+  std::vector<std::function<void()>> checks;
   int64_t before = 0;  // blocks that are dealt out
   for (const auto& [id, saved] : contents_->table.tensors) {
     if (!named.contains(id)) continue;
@@ -306,13 +309,14 @@ void Reader::verify(const std::vector<Piece>& wanted, int part, int parts) const
       const bool is_own = id.role.is_of_one_rank();
       const int64_t stride = is_own ? 1 : parts;
       const int64_t first = is_own ? 0 : (part + parts - before % parts) % parts;
-      const std::string path = contents_->folder + "/" + extent.file;
-      if (first < blocks && !(contents_->of_one_host && !exists(path))) {
-        verify_blocks(File::open(path), saved, extent, first, stride);
+      if (first < blocks && !(contents_->of_one_host && !exists(files.path(extent.file)))) {
+        announce_blocks(files, saved, extent, first, stride);
+        checks.emplace_back([&, first, stride] { verify_blocks(files, saved, extent, first, stride); });
       }
       if (!is_own) before += blocks;
     }
   }
+  for (const auto& check : checks) check();
 }
 
 std::vector<Piece> Reader::table() const {
@@ -327,10 +331,10 @@ std::vector<Piece> Reader::table() const {
   return pieces;
 }
 
-ReadAhead Reader::read_ahead() const {
-  ReadAhead ahead(contents_->folder);
-  for (const auto& [id, logical] : contents_->table.tensors) ahead.add(logical);
-  return ahead;
+std::unique_ptr<StreamedReads> Reader::announce_all() const {
+  auto files = std::make_unique<StreamedReads>(contents_->folder);
+  for (const auto& [id, logical] : contents_->table.tensors) announce_whole(*files, logical);
+  return files;
 }
 
 }  // namespace deeptide::checkpoint

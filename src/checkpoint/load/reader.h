@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "checkpoint/format/contents.h"
-#include "checkpoint/load/read_ahead.h"
+#include "checkpoint/load/streamed_reads.h"
 #include "checkpoint/save/piece.h"
 
 namespace deeptide::checkpoint {
@@ -42,12 +42,14 @@ class Reader {
   /// where this rank needs nothing of it. Empty when all fits.
   std::vector<std::string> check(const std::vector<Piece>& wanted, bool strict,
                                  const std::set<TensorId>& ignored = {}) const;
-  /// Fills the data of `wanted` from whichever shards hold their regions, casting when dtypes differ.
-  /// Errors: CheckpointError with check()'s lines when `wanted` does not fit (nothing is filled then), or on a failed
-  /// read.
-  void read(const std::vector<Piece>& wanted) const;
+  /// Fills the data of `wanted` from whichever shards hold their regions, casting when dtypes differ. `readers`: ranks
+  /// of this host that want as much of the same tensors, the same bytes or others. Errors: CheckpointError with
+  /// check()'s lines when `wanted` does not fit (nothing is filled then), or on a failed read.
+  void read(const std::vector<Piece>& wanted, int readers = 1) const;
+  /// Likewise, of what announce_all() gave.
+  void read(const std::vector<Piece>& wanted, StreamedReads& files) const;
   /// Likewise, but leaves out what lies in files that this folder lacks, and returns it, at most kBlockBytes each.
-  std::vector<PartElsewhere> read_here(const std::vector<Piece>& wanted) const;
+  std::vector<PartElsewhere> read_here(const std::vector<Piece>& wanted, int readers = 1) const;
   /// The files of the checkpoint that the folder has.
   std::set<std::string> files_here() const;
   /// Reads a part that another rank wants. Shapes: (elements,) in the saved type.
@@ -62,10 +64,12 @@ class Reader {
   /// All logical tensors, in the order of names: each whole, as a range of the flattened tensor; of the data
   /// only the type.
   std::vector<Piece> table() const;
-  /// For who reads the tensors of table() in its order. It must not outlive this.
-  ReadAhead read_ahead() const;
+  /// For who reads the tensors of table() in its order.
+  std::unique_ptr<StreamedReads> announce_all() const;
 
  private:
+  void require_fit(const std::vector<Piece>& wanted) const;
+
   std::shared_ptr<const Contents> contents_;
 };
 

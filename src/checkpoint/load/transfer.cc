@@ -52,13 +52,13 @@ class Destination final : public ElementSink {
 };
 
 /// Reads and compares all of a tensor whose elements lie in another order than its own: few do, and they are small.
-void transfer_strided(const File& file, const Logical& saved, const Extent& extent, const Piece& wanted,
+void transfer_strided(StreamedReads& files, const Logical& saved, const Extent& extent, const Piece& wanted,
                       ElementSink& sink) {
-  verify_blocks(file, saved, extent, 0, 1);
+  verify_blocks(files, saved, extent, 0, 1);
   int64_t span = 1;
   for (size_t d = 0; d < saved.shape.size(); ++d) span += (saved.shape[d] - 1) * extent.strides[d];
   const Tensor memory = at::empty({span}, at::TensorOptions().dtype(saved.dtype).device(at::kCPU));
-  file.read_at(memory.mutable_data_ptr(), static_cast<int64_t>(memory.nbytes()), extent.offset);
+  files.read(extent.file, extent.offset, memory.mutable_data_ptr(), static_cast<int64_t>(memory.nbytes()));
   const Tensor flat = memory.as_strided(saved.shape, extent.strides).reshape({-1});
   const auto* elements = static_cast<const char*>(flat.const_data_ptr());
   const int64_t width = element_bytes(saved.dtype);
@@ -73,10 +73,10 @@ void fill(const Piece& wanted, int64_t position, const Tensor& block) {
   destination.put(position, static_cast<const char*>(block.const_data_ptr()), block.numel());
 }
 
-void transfer(const File& file, const Logical& saved, const Extent& extent, const Piece& wanted) {
+void transfer(StreamedReads& files, const Logical& saved, const Extent& extent, const Piece& wanted) {
   Destination destination(wanted.data, saved.dtype);
-  if (!extent.strides.empty()) return transfer_strided(file, saved, extent, wanted, destination);
-  read_shared(file, saved, extent, wanted.region, destination);
+  if (!extent.strides.empty()) return transfer_strided(files, saved, extent, wanted, destination);
+  read_shared(files, saved, extent, wanted.region, destination);
 }
 
 }  // namespace deeptide::checkpoint

@@ -11,7 +11,7 @@
 #include "checkpoint/format/checkpoint_paths.h"
 #include "checkpoint/format/file_io.h"
 #include "checkpoint/load/extent_reader.h"
-#include "checkpoint/load/read_ahead.h"
+#include "checkpoint/load/streamed_reads.h"
 #include "checkpoint/offline/writers/parts.h"
 #include "deeptide/errors.h"
 
@@ -70,6 +70,28 @@ std::string resembling(const std::vector<CheckpointTensor>& tensors, const std::
   return text;
 }
 
+void read_into(checkpoint::StreamedReads& files, const Logical& logical, const CheckpointTensor& tensor, int64_t begin,
+               int64_t end, void* to) {
+  if (begin < 0 || end < begin || end > tensor.numel) {
+    throw ConfigError("read '" + logical.key + "': got elements [" + std::to_string(begin) + ", " +
+                      std::to_string(end) + "), expected a range within its " + std::to_string(tensor.numel));
+  }
+  const Region wanted = Region::range(begin, end);
+  MemorySink sink(static_cast<char*>(to), checkpoint::element_bytes(logical.dtype));
+  int64_t held = 0;
+  for (const Extent& extent : logical.extents) {
+    const int64_t shared = checkpoint::num_shared(logical.shape, extent.region, wanted);
+    if (shared == 0) continue;
+    held += shared;
+    read_shared(files, logical, extent, wanted, sink);
+  }
+  if (held != end - begin) {
+    throw CheckpointError("'" + logical.key + "': " + std::to_string(end - begin - held) + " elements of [" +
+                          std::to_string(begin) + ", " + std::to_string(end) + ") are in no file of " + files.folder() +
+                          "; use another checkpoint");
+  }
+}
+
 }  // namespace
 
 const Logical& CheckpointReader::Parts::logical(const CheckpointTensor& tensor) const {
@@ -114,26 +136,8 @@ const CheckpointTensor& CheckpointReader::find(const std::string& name, const st
 }
 
 void CheckpointReader::read_into(const CheckpointTensor& tensor, int64_t begin, int64_t end, void* to) const {
-  const Logical& logical = parts_->logical(tensor);
-  if (begin < 0 || end < begin || end > tensor.numel) {
-    throw ConfigError("read '" + logical.key + "': got elements [" + std::to_string(begin) + ", " +
-                      std::to_string(end) + "), expected a range within its " + std::to_string(tensor.numel));
-  }
-  const Region wanted = Region::range(begin, end);
-  MemorySink sink(static_cast<char*>(to), checkpoint::element_bytes(logical.dtype));
-  int64_t held = 0;
-  for (const Extent& extent : logical.extents) {
-    const int64_t shared = checkpoint::num_shared(logical.shape, extent.region, wanted);
-    if (shared == 0) continue;
-    held += shared;
-    const auto file = checkpoint::File::open(folder() + "/" + extent.file);
-    read_shared(file, logical, extent, wanted, sink);
-  }
-  if (held != end - begin) {
-    throw CheckpointError("'" + logical.key + "': " + std::to_string(end - begin - held) + " elements of [" +
-                          std::to_string(begin) + ", " + std::to_string(end) + ") are in no file of " + folder() +
-                          "; use another checkpoint");
-  }
+  checkpoint::StreamedReads files(folder());
+  deeptide::read_into(files, parts_->logical(tensor), tensor, begin, end, to);
 }
 
 namespace checkpoint {
@@ -155,21 +159,18 @@ int64_t global_steps_of(const Manifest& manifest) {
 
 void for_each_block(const CheckpointReader& reader, const CheckpointTensor& tensor,
                     const std::function<void(int64_t, int64_t, const char*)>& visit) {
-  ReadAhead ahead(reader.folder());
-  ahead.add(reader.parts().logical(tensor));
-  for_each_block(
-      reader, tensor, [&](int64_t end) { ahead.read(0, end); }, visit);
+  StreamedReads files(reader.folder());
+  announce_whole(files, reader.parts().logical(tensor));
+  for_each_block(reader, tensor, files, visit);
 }
 
-void for_each_block(const CheckpointReader& reader, const CheckpointTensor& tensor,
-                    const std::function<void(int64_t)>& before,
+void for_each_block(const CheckpointReader& reader, const CheckpointTensor& tensor, StreamedReads& files,
                     const std::function<void(int64_t, int64_t, const char*)>& visit) {
   const auto& logical = reader.parts().logical(tensor);
   const auto block = std::make_unique_for_overwrite<char[]>(std::min(kHashedBlockBytes, tensor.bytes));
   for (int64_t begin = 0; begin < tensor.numel;) {
     const int64_t end = block_end(logical, begin, tensor.numel);
-    before(end);
-    reader.read_into(tensor, begin, end, block.get());
+    read_into(files, logical, tensor, begin, end, block.get());
     visit(begin, end - begin, block.get());
     begin = end;
   }

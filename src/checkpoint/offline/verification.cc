@@ -5,7 +5,6 @@
 #include <memory>
 #include <set>
 
-#include "checkpoint/format/file_io.h"
 #include "checkpoint/load/extent_reader.h"
 #include "checkpoint/offline/writers/parts.h"
 #include "deeptide/errors.h"
@@ -16,7 +15,6 @@ namespace {
 
 using checkpoint::Contents;
 using checkpoint::Extent;
-using checkpoint::File;
 using checkpoint::Logical;
 using checkpoint::Region;
 
@@ -52,8 +50,10 @@ std::vector<std::string> verify_checkpoint(const std::string& directory, const s
   }
   std::vector<std::string> faults = shard_faults(contents);
   int64_t total = 0, done = 0;
+  checkpoint::StreamedReads files(folder);
   for (const auto& [id, logical] : contents.table.tensors) {
     for (const Extent& extent : logical.extents) {
+      announce_shared(files, logical, extent, extent.region);
       total += extent.region.numel() * checkpoint::element_bytes(logical.dtype);
     }
   }
@@ -66,7 +66,7 @@ std::vector<std::string> verify_checkpoint(const std::string& directory, const s
     for (const Extent& extent : logical.extents) {
       try {
         Nowhere nowhere(checkpoint::element_bytes(logical.dtype), count);
-        read_shared(File::open(folder + "/" + extent.file), logical, extent, extent.region, nowhere);
+        read_shared(files, logical, extent, extent.region, nowhere);
       } catch (const CheckpointError& error) {
         // A file that cannot be read has its line already, unless only these bytes cannot.
         const std::string line = error.what();

@@ -5,19 +5,10 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdlib>
 #include <cstring>
-#include <new>
 #include <utility>
 
 namespace deeptide::checkpoint {
-namespace {
-
-int64_t round_up(int64_t bytes) { return (bytes + io::kAlignment - 1) / io::kAlignment * io::kAlignment; }
-
-}  // namespace
-
-void AlignedWriter::Free::operator()(char* memory) const { std::free(memory); }
 
 AlignedWriter::AlignedWriter(const std::string& path, int64_t buffer_bytes)
     : file_(File::create_direct(path)), blocks_(std::max<size_t>(2, static_cast<size_t>(buffer_bytes / kBlockBytes))) {}
@@ -26,10 +17,7 @@ AlignedWriter::~AlignedWriter() { queue_.reset(); }
 
 std::span<char> AlignedWriter::room() {
   Block& block = blocks_[current_];
-  if (!block.memory) {
-    block.memory.reset(static_cast<char*>(std::aligned_alloc(io::kAlignment, kBlockBytes)));
-    if (!block.memory) throw std::bad_alloc();
-  }
+  if (!block.memory) block.memory = io::allocate_aligned(kBlockBytes);
   return {block.memory.get() + used_, static_cast<size_t>(kBlockBytes - used_)};
 }
 
@@ -76,7 +64,7 @@ void AlignedWriter::append(const void* data, int64_t bytes) {
 void AlignedWriter::finish() {
   const int64_t size = written_bytes();
   if (used_ > 0) {
-    const int64_t bytes = file_.is_direct() ? round_up(used_) : used_;
+    const int64_t bytes = file_.is_direct() ? io::align_up(used_) : used_;
     std::memset(room().data(), 0, static_cast<size_t>(bytes - used_));
     start(bytes);
   }

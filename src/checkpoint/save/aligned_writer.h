@@ -11,6 +11,7 @@
 
 #include "checkpoint/format/content_hash.h"
 #include "checkpoint/format/file_io.h"
+#include "io/aligned.h"
 #include "io/queue.h"
 
 namespace deeptide::checkpoint {
@@ -40,11 +41,8 @@ class AlignedWriter {
   int64_t written_bytes() const { return offset_ + used_; }
 
  private:
-  struct Free {
-    void operator()(char* memory) const;
-  };
   struct Block {
-    std::unique_ptr<char, Free> memory;
+    io::AlignedMemory memory;
     io::Queue::Ticket ticket = 0;  // 0: none under way
     int64_t offset = 0;            // in the file
     int64_t bytes = 0;             // of the transfer under way

@@ -273,9 +273,15 @@ std::vector<std::string> require_fit(const std::string& path, const checkpoint::
 /// The folder of a load: one that all ranks see, or each host's own.
 class Source {
  public:
+  /// `on_host`: how many ranks of the data team this host has.
   Source(engine::Channels& channels, engine::Boundary& boundary, const std::string& directory, const std::string& tag,
-         bool is_local)
-      : channels_(channels), boundary_(boundary), directory_(directory), tag_(tag), is_local_(is_local) {
+         bool is_local, int on_host)
+      : channels_(channels),
+        boundary_(boundary),
+        directory_(directory),
+        tag_(tag),
+        is_local_(is_local),
+        on_host_(on_host) {
     if (is_local) here_ = engine::look_at_hosts(channels, directory, tag);
   }
 
@@ -291,9 +297,9 @@ class Source {
   /// Collective. Then runs `go_on`. Errors: CheckpointError, on every rank, as those of `go_on`.
   template <typename GoOn>
   void compare(const checkpoint::Reader& reader, const TiesToCompare& ties, GoOn go_on) const {
-    if (is_local_) engine::read_from_hosts(channels_, boundary_, reader, ties.wanted());
+    if (is_local_) engine::read_from_hosts(channels_, boundary_, reader, ties.wanted(), on_host_);
     boundary_.together_on_all_stages("comparing what is tied now", [&] {
-      if (!is_local_) reader.read(ties.wanted());
+      if (!is_local_) reader.read(ties.wanted(), on_host_);
       ties.check();
       go_on();
     });
@@ -304,10 +310,10 @@ class Source {
                               " failed when a part of the engine's state was replaced: load another checkpoint before "
                               "the next step or save");
     if (is_local_) {
-      return told_of_replacement([&] { engine::read_from_hosts(channels_, boundary_, reader, wanted); });
+      return told_of_replacement([&] { engine::read_from_hosts(channels_, boundary_, reader, wanted, on_host_); });
     }
     boundary_.together_on_all_stages("reading the checkpoint",
-                                     [&] { told_of_replacement([&] { reader.read(wanted); }); });
+                                     [&] { told_of_replacement([&] { reader.read(wanted, on_host_); }); });
   }
 
  private:
@@ -315,6 +321,7 @@ class Source {
   engine::Boundary& boundary_;
   const std::string &directory_, &tag_;
   bool is_local_;
+  int on_host_;
   engine::HostFolder here_;
 };
 
@@ -402,7 +409,7 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
   TiesToCompare ties;
   engine::CustomLoad custom_states;
   engine::RoundingErrorLoad errors;
-  const Source source(channels, *boundary, directory, tag, config.checkpoint().node_local);
+  const Source source(channels, *boundary, directory, tag, config.checkpoint().node_local, design.topology.on_host);
   boundary->together_on_all_stages("checking the checkpoint", [&] {
     reader = std::make_unique<checkpoint::Reader>(source.open());
     saved = saved_progress(*reader, directory + "/" + tag, moments && options.strict, progress);

@@ -187,10 +187,11 @@ checkpoint::Reader HostFolder::open() const {
 }
 
 void read_from_hosts(Channels& channels, Boundary& boundary, const checkpoint::Reader& reader,
-                     const std::vector<checkpoint::Piece>& wanted) {
+                     const std::vector<checkpoint::Piece>& wanted, int readers) {
   Deliveries deliveries(channels, reader);
   std::string own;
-  boundary.together_on_all_stages("reading the checkpoint", [&] { own = deliveries.text(reader.read_here(wanted)); });
+  boundary.together_on_all_stages("reading the checkpoint",
+                                  [&] { own = deliveries.text(reader.read_here(wanted, readers)); });
   MeshVotes votes(channels);
   const auto told = comm::exchange_texts(votes, own, site("asking other hosts for their files"));
   boundary.together_on_all_stages("looking for files on other hosts", [&] { deliveries.assign(told); });

@@ -33,8 +33,8 @@ struct HostFolder {
 HostFolder look_at_hosts(Channels& channels, const std::string& directory, const std::string& tag);
 
 /// Collective over the mesh. Fills `wanted` from this folder, and the rest from other hosts, block by block.
-/// Errors: CheckpointError, on every rank.
+/// `readers`: as Reader::read. Errors: CheckpointError, on every rank.
 void read_from_hosts(Channels& channels, Boundary& boundary, const checkpoint::Reader& reader,
-                     const std::vector<checkpoint::Piece>& wanted);
+                     const std::vector<checkpoint::Piece>& wanted, int readers);
 
 }  // namespace deeptide::engine

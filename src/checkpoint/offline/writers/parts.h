@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "checkpoint/format/contents.h"
+#include "checkpoint/load/streamed_reads.h"
 #include "deeptide/checkpoint.h"
 
 struct deeptide::CheckpointReader::Parts {
@@ -34,9 +35,8 @@ int64_t global_steps_of(const Manifest& manifest);
 /// that each byte is read and checked once. `data` is valid during the call.
 void for_each_block(const CheckpointReader& reader, const CheckpointTensor& tensor,
                     const std::function<void(int64_t begin, int64_t count, const char* data)>& visit);
-/// `before`: called with the end of each block before it is read.
-void for_each_block(const CheckpointReader& reader, const CheckpointTensor& tensor,
-                    const std::function<void(int64_t end)>& before,
+/// Likewise, of tensors that were announced whole, one after the other.
+void for_each_block(const CheckpointReader& reader, const CheckpointTensor& tensor, StreamedReads& files,
                     const std::function<void(int64_t begin, int64_t count, const char* data)>& visit);
 
 }  // namespace deeptide::checkpoint

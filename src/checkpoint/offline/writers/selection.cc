@@ -9,6 +9,7 @@
 #include <memory>
 #include <optional>
 
+#include "checkpoint/load/extent_reader.h"
 #include "checkpoint/offline/conversion.h"
 #include "checkpoint/offline/writers/parts.h"
 #include "deeptide/errors.h"
@@ -88,16 +89,15 @@ std::vector<ExportFile> split(const std::vector<ExportItem>& items, int64_t most
 }
 
 ConvertedItems::ConvertedItems(const CheckpointReader& reader, const ExportFile& items)
-    : reader_(reader), items_(items), ahead_(reader.folder()) {
-  for (const ExportItem& item : items) ahead_.add(reader.parts().logical(*item.tensor));
+    : reader_(reader), items_(items), files_(reader.folder()) {
+  for (const ExportItem& item : items) announce_whole(files_, reader.parts().logical(*item.tensor));
 }
 
 void ConvertedItems::for_each_block(size_t item, const std::function<void(const char*, int64_t)>& visit) {
   const ExportItem& wanted = items_[item];
   const int64_t width = element_bytes(wanted.dtype);
   std::unique_ptr<char[]> converted;
-  const auto before = [&](int64_t end) { ahead_.read(item, end); };
-  checkpoint::for_each_block(reader_, *wanted.tensor, before, [&](int64_t, int64_t count, const char* data) {
+  checkpoint::for_each_block(reader_, *wanted.tensor, files_, [&](int64_t, int64_t count, const char* data) {
     if (wanted.saved == wanted.dtype) return visit(data, count * width);
     // The first block is the largest or as large as any but for what a piece's end cut off it.
     if (!converted) converted = std::make_unique_for_overwrite<char[]>(2 * kHashedBlockBytes);

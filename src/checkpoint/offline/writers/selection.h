@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/load/read_ahead.h"
+#include "checkpoint/load/streamed_reads.h"
 #include "deeptide/checkpoint.h"
 
 namespace deeptide::checkpoint {
@@ -31,7 +31,7 @@ int64_t parse_shard_size(const std::string& text);
 /// Files of at most `most` bytes, in order; a larger tensor has a file of its own. 0: one file. At least one file.
 std::vector<ExportFile> split(const std::vector<ExportItem>& items, int64_t most);
 
-/// Reads items one after another, each block by block in its export type, while the system fetches what comes next.
+/// Reads items one after another, each block by block in its export type, while what comes next is fetched.
 class ConvertedItems {
  public:
   ConvertedItems(const CheckpointReader& reader, const ExportFile& items);
@@ -41,7 +41,7 @@ class ConvertedItems {
  private:
   const CheckpointReader& reader_;
   const ExportFile& items_;
-  ReadAhead ahead_;
+  StreamedReads files_;
 };
 
 }  // namespace deeptide::checkpoint
