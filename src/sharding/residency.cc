@@ -163,11 +163,14 @@ void Residency::post(Word word) {
 void Residency::release_locked(c10::ArrayRef<Use> uses, bool succeeded) {
   const device::Unseen unseen;
   std::lock_guard lock(mutex_);
+  bool writes = false;
   for (const Use& use : uses) {
     Unit& unit = *use.parameter->unit;
     if (use.write) pending_writes_.end(*use.parameter, succeeded);
+    writes = writes || use.write;
     unit.close(*use.parameter);
   }
+  if (writes) gather_lane_.wait_for(Lane::current(device_).mark());
   if (succeeded) return;
   for (const Use& use : uses) {  // values that a failed operator half wrote are dropped: the next use gathers anew
     Unit& unit = *use.parameter->unit;
@@ -241,8 +244,11 @@ void Residency::serve(const std::vector<Word>& words) {
 void Residency::commit_writes(const std::vector<Word>& words) {
   if (pending_writes_.empty() || writes_of(words.front()) <= 0 || !wrote_alike(words)) return;
   land_all();  // gathers that were agreed before still send the shards as they are
-  pending_writes_.commit_claimed();
-  shards_changed_ = true;
+  {
+    const Lane::Scope on_lane(gather_lane_);  // which follows each write, and no reduction of a backward under way
+    pending_writes_.commit_claimed();
+  }
+  Lane::current(device_).wait_for(gather_lane_.mark());
 }
 
 /// A gather reads a shard that a step, a load or a write of the program's may have changed on the lane that computes.

@@ -46,6 +46,7 @@ std::string absent_text(const Parameter& p, bool engine_gone) {
 void point_at_nothing(const Parameter& p, bool engine_gone) {
   StorageImpl& storage = *p.storage;
   storage.set_data_ptr_noswap(DataPtr(nullptr, storage._mutable_data_ptr_no_checks().device()));
+  if (p.numel == 0) return;  // it lacks nothing
   storage.release_data_and_set_meta_custom_data_ptr_error_msg_(absent_text(p, engine_gone));
 }
 
