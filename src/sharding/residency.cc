@@ -258,11 +258,6 @@ void Residency::order_gathers_after_shards() {
   if (std::exchange(shards_changed_, false)) gather_lane_.wait_for(Lane::current(device_).mark());
 }
 
-void Residency::begin_reductions() {
-  std::lock_guard lock(mutex_);
-  order_gathers_after_shards();
-}
-
 void Residency::launch(Unit& unit, bool keep) {
   make_room(unit.numel());
   order_gathers_after_shards();

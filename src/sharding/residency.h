@@ -71,7 +71,10 @@ class Residency : public Gatekeeper {
   void attend_for(std::chrono::milliseconds limit);
   /// Before reductions that the lane which computes may wait for: later gathers wait for what has changed shards until
   /// now, as an optimizer's state or a parameter set by hand between forward and backward, and not for those.
-  void begin_reductions();
+  void begin_reductions() {
+    const std::lock_guard lock(mutex_);
+    order_gathers_after_shards();
+  }
   comm::Rounds& rounds() const { return rounds_; }
   /// Leaves no unit whole: call it when shards have changed or memory is wanted, after all ranks have closed.
   void release_all();
