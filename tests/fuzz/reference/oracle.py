@@ -137,6 +137,8 @@ def _check_defined(life, act, avoid):
     goes_unnoticed = act["act"] == "write" and untold and life.whole
     if goes_unnoticed and is_low(life.phase) and life.keeps_own_states():
         raise UndefinedError("whether a step of the program's own optimizer publishes what it did not update")
+    if goes_unnoticed and life.program.get("accelerator") and "optimizer_states" in life.in_files:
+        raise UndefinedError("whether masters in the host's memory learn of a write of which nothing tells")
     if is_packed(life.phase) and act["act"] in ("write", "swap"):
         raise UndefinedError("how much of a packed master a write leaves: tests/python/optim/test_packed_states.py")
     _check_shares(life, act)
