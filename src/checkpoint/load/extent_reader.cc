@@ -146,9 +146,13 @@ void announce_shared(StreamedReads& files, const Logical& saved, const Extent& e
 }
 
 void announce_whole(StreamedReads& files, const Logical& saved) {
-  const int64_t numel = numel_of(saved.shape, saved.key), block = kHashedBlockBytes / element_bytes(saved.dtype);
-  for (int64_t begin = 0; begin < numel; begin += block) {
-    const Region wanted = Region::range(begin, std::min(numel, begin + block));
+  announce_range(files, saved, 0, numel_of(saved.shape, saved.key));
+}
+
+void announce_range(StreamedReads& files, const Logical& saved, int64_t begin, int64_t end) {
+  const int64_t block = kHashedBlockBytes / element_bytes(saved.dtype);
+  for (; begin < end; begin += block) {
+    const Region wanted = Region::range(begin, std::min(end, begin + block));
     for (const Extent& extent : saved.extents) {
       if (num_shared(saved.shape, extent.region, wanted) > 0) announce_shared(files, saved, extent, wanted);
     }

@@ -28,6 +28,8 @@ void read_shared(StreamedReads& files, const Logical& saved, const Extent& exten
                  ElementSink& sink);
 /// Announces what `read_shared` will read.
 void announce_shared(StreamedReads& files, const Logical& saved, const Extent& extent, const Region& wanted);
+/// Announces elements [begin, end) of the flattened tensor, which are read in order.
+void announce_range(StreamedReads& files, const Logical& saved, int64_t begin, int64_t end);
 /// Announces a tensor that is read from its first element to its last.
 void announce_whole(StreamedReads& files, const Logical& saved);
 

@@ -273,8 +273,10 @@ at::Tensor Reader::read_part(const PartElsewhere& part) const {
   const Logical& saved = contents_->table.tensors.at(part.id);
   at::Tensor elements = at::empty({numel(part)}, at::TensorOptions().dtype(saved.dtype));
   Packed packed(elements);
+  const Extent& extent = saved.extents.at(static_cast<size_t>(part.extent));
   StreamedReads files(contents_->folder);
-  read_shared(files, saved, saved.extents.at(static_cast<size_t>(part.extent)), part.region, packed);
+  announce_shared(files, saved, extent, part.region);
+  read_shared(files, saved, extent, part.region, packed);
   return elements;
 }
 

@@ -70,12 +70,7 @@ std::string resembling(const std::vector<CheckpointTensor>& tensors, const std::
   return text;
 }
 
-void read_into(checkpoint::StreamedReads& files, const Logical& logical, const CheckpointTensor& tensor, int64_t begin,
-               int64_t end, void* to) {
-  if (begin < 0 || end < begin || end > tensor.numel) {
-    throw ConfigError("read '" + logical.key + "': got elements [" + std::to_string(begin) + ", " +
-                      std::to_string(end) + "), expected a range within its " + std::to_string(tensor.numel));
-  }
+void read_into(checkpoint::StreamedReads& files, const Logical& logical, int64_t begin, int64_t end, void* to) {
   const Region wanted = Region::range(begin, end);
   MemorySink sink(static_cast<char*>(to), checkpoint::element_bytes(logical.dtype));
   int64_t held = 0;
@@ -136,8 +131,14 @@ const CheckpointTensor& CheckpointReader::find(const std::string& name, const st
 }
 
 void CheckpointReader::read_into(const CheckpointTensor& tensor, int64_t begin, int64_t end, void* to) const {
+  const Logical& logical = parts_->logical(tensor);
+  if (begin < 0 || end < begin || end > tensor.numel) {
+    throw ConfigError("read '" + logical.key + "': got elements [" + std::to_string(begin) + ", " +
+                      std::to_string(end) + "), expected a range within its " + std::to_string(tensor.numel));
+  }
   checkpoint::StreamedReads files(folder());
-  deeptide::read_into(files, parts_->logical(tensor), tensor, begin, end, to);
+  announce_range(files, logical, begin, end);
+  deeptide::read_into(files, logical, begin, end, to);
 }
 
 namespace checkpoint {
@@ -170,7 +171,7 @@ void for_each_block(const CheckpointReader& reader, const CheckpointTensor& tens
   const auto block = std::make_unique_for_overwrite<char[]>(std::min(kHashedBlockBytes, tensor.bytes));
   for (int64_t begin = 0; begin < tensor.numel;) {
     const int64_t end = block_end(logical, begin, tensor.numel);
-    read_into(files, logical, tensor, begin, end, block.get());
+    read_into(files, logical, begin, end, block.get());
     visit(begin, end - begin, block.get());
     begin = end;
   }
