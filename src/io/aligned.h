@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
-#include <new>
 
+#include "base/start_thread.h"
 #include "io/queue.h"
 
 namespace deeptide::io {
@@ -20,11 +20,27 @@ struct FreeAligned {
 };
 using AlignedMemory = std::unique_ptr<char, FreeAligned>;
 
-/// Errors: std::bad_alloc.
-inline AlignedMemory allocate_aligned(int64_t bytes) {
-  AlignedMemory memory(static_cast<char*>(std::aligned_alloc(kAlignment, static_cast<size_t>(align_up(bytes)))));
-  if (!memory) throw std::bad_alloc();
-  return memory;
+/// Null where the system has no more to give, not even once it got back what lay idle.
+inline AlignedMemory try_aligned(int64_t bytes) {
+  const auto size = static_cast<size_t>(align_up(bytes));
+  const auto give_back = give_memory_back.load();
+  auto* memory = static_cast<char*>(std::aligned_alloc(kAlignment, size));
+  if (memory == nullptr && give_back != nullptr && give_back()) {
+    memory = static_cast<char*>(std::aligned_alloc(kAlignment, size));
+  }
+  return AlignedMemory(memory);
+}
+
+/// `bytes`, or about a half, a quarter and so on, which is put there, down to `least`; both are aligned. Null as
+/// above.
+inline AlignedMemory allocate_aligned(int64_t& bytes, int64_t least) {
+  for (int64_t size = bytes; size >= least; size = align_down(size / 2)) {
+    if (AlignedMemory memory = try_aligned(size)) {
+      bytes = size;
+      return memory;
+    }
+  }
+  return nullptr;
 }
 
 }  // namespace deeptide::io

@@ -35,13 +35,7 @@ int perform(const Transfer& transfer) {
 /// A forked child has none of the threads and leaves it alone.
 class ThreadQueue : public Queue {
  public:
-  explicit ThreadQueue(int depth) {
-    for (int i = 0; i < std::clamp(depth, 1, kMostThreads); ++i) {
-      std::thread thread = start_thread([this] { serve(); });
-      if (!thread.joinable()) break;  // the system has no more: fewer serve as well
-      threads_.push_back(std::move(thread));
-    }
-  }
+  explicit ThreadQueue(int depth) : most_(static_cast<size_t>(std::clamp(depth, 1, kMostThreads))) {}
   ~ThreadQueue() override {
     {
       std::lock_guard lock(mutex_);
@@ -53,11 +47,12 @@ class ThreadQueue : public Queue {
 
   Ticket start(const Transfer& transfer) override {
     std::lock_guard lock(mutex_);
-    ++last_;
+    waiting_.emplace_back(++last_, transfer);
+    if (waiting_.size() > idle_ && threads_.size() < most_) add_thread();
     if (threads_.empty()) {
       results_[last_] = perform(transfer);  // no thread can be had: slower, but it goes on
+      waiting_.pop_back();
     } else {
-      waiting_.emplace_back(last_, transfer);
       changed_.notify_all();
     }
     return last_;
@@ -77,11 +72,23 @@ class ThreadQueue : public Queue {
   const char* name() const override { return "threads"; }
 
  private:
+  /// Each has a stack, so there are no more than transfers were under way at a time.
+  void add_thread() {
+    std::thread thread = start_thread([this] { serve(); });
+    if (thread.joinable()) {
+      threads_.push_back(std::move(thread));
+    } else {
+      most_ = threads_.size();  // the system has no more: fewer serve as well
+    }
+  }
+
   /// Ends only once nothing waits.
   void serve() {
     std::unique_lock lock(mutex_);
     for (;;) {
+      ++idle_;
       changed_.wait(lock, [&] { return stop_ || !waiting_.empty(); });
+      --idle_;
       if (waiting_.empty()) return;
       const auto [ticket, transfer] = waiting_.front();
       waiting_.pop_front();
@@ -99,6 +106,8 @@ class ThreadQueue : public Queue {
   std::map<Ticket, int> results_;
   Ticket last_ = 0;
   bool stop_ = false;
+  size_t idle_ = 0;  // threads that wait for a transfer
+  size_t most_;      // threads
   std::vector<std::thread> threads_;
 };
 

@@ -120,10 +120,11 @@ void StreamedReads::start_direct(Fetch& fetch) {
   const int64_t first = io::align_down(fetch.part.begin);
   const int64_t last = std::min(io::align_up(fetch.part.end), io::align_down(fetch.opened->file.size()));
   if (last <= first) return;
-  if (idle_.empty()) idle_.push_back(io::allocate_aligned(sizes_.part + io::kAlignment));
-  if (!queue_) queue_ = io::make_queue(static_cast<int>(sizes_.parts));
+  if (idle_.empty()) idle_.push_back(io::try_aligned(sizes_.part + io::kAlignment));
   fetch.memory = std::move(idle_.back());
   idle_.pop_back();
+  if (!fetch.memory) return;  // it is read through the page cache, which needs none
+  if (!queue_) queue_ = io::make_queue(static_cast<int>(sizes_.parts));
   fetch.first = first;
   fetch.bytes = last - first;
   fetch.ticket = queue_->start({fetch.opened->direct.descriptor(), first, fetch.memory.get(), fetch.bytes, true});

@@ -6,24 +6,44 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <new>
 #include <utility>
 
 namespace deeptide::checkpoint {
+namespace {
 
-AlignedWriter::AlignedWriter(const std::string& path, int64_t buffer_bytes)
-    : file_(File::create_direct(path)), blocks_(std::max<size_t>(2, static_cast<size_t>(buffer_bytes / kBlockBytes))) {}
+constexpr int64_t kLeastBlockBytes = int64_t{64} << 10;
+
+}  // namespace
+
+AlignedWriter::AlignedWriter(const std::string& path, int64_t file_bytes, int64_t buffer_bytes)
+    : file_(File::create_direct(path)),
+      block_bytes_(std::clamp(io::align_up(file_bytes), kLeastBlockBytes, kBlockBytes)),
+      blocks_(std::max<size_t>(2, static_cast<size_t>(buffer_bytes / kBlockBytes))) {}
 
 AlignedWriter::~AlignedWriter() { queue_.reset(); }
 
 std::span<char> AlignedWriter::room() {
+  if (!blocks_[current_].memory) take_memory();
+  const Block& block = blocks_[current_];
+  return {block.memory.get() + used_, static_cast<size_t>(block.room - used_)};
+}
+
+/// Two blocks may be small. Where there is no memory for another, those that are there serve.
+void AlignedWriter::take_memory() {
   Block& block = blocks_[current_];
-  if (!block.memory) block.memory = io::allocate_aligned(kBlockBytes);
-  return {block.memory.get() + used_, static_cast<size_t>(kBlockBytes - used_)};
+  block.memory = io::allocate_aligned(block_bytes_, current_ < 2 ? kLeastBlockBytes : block_bytes_);
+  block.room = block_bytes_;
+  if (block.memory) return;
+  if (current_ == 0) throw std::bad_alloc();
+  blocks_.resize(current_);
+  current_ = 0;
+  settle(blocks_[current_]);
 }
 
 void AlignedWriter::fill(int64_t bytes) {
   used_ += bytes;
-  if (used_ == kBlockBytes) start(kBlockBytes);
+  if (used_ == blocks_[current_].room) start(used_);
 }
 
 /// Starts to write the current block, and goes on to the next one once that is free.

@@ -16,7 +16,7 @@
 
 namespace deeptide::checkpoint {
 
-/// Bytes per write.
+/// Bytes per write, or less where memory is short.
 inline constexpr int64_t kBlockBytes = kHashedBlockBytes;
 /// Memory that the blocks of a save take unless its user names another amount.
 inline constexpr int64_t kBufferBytes = int64_t{64} << 20;
@@ -25,8 +25,9 @@ inline constexpr int64_t kBufferBytes = int64_t{64} << 20;
 /// filesystem has it) while the next one fills. Waits for the oldest write where no block is free.
 class AlignedWriter {
  public:
-  /// `buffer_bytes`: of all blocks; there are at least two. They come to be as they are needed.
-  explicit AlignedWriter(const std::string& path, int64_t buffer_bytes = kBufferBytes);
+  /// `file_bytes`: what it will hold; no block is larger. `buffer_bytes`: of all blocks; there are at least two, unless
+  /// memory is short. They come to be as they are needed.
+  AlignedWriter(const std::string& path, int64_t file_bytes, int64_t buffer_bytes = kBufferBytes);
   /// Waits for the writes under way.
   ~AlignedWriter();
   AlignedWriter(const AlignedWriter&) = delete;
@@ -43,15 +44,18 @@ class AlignedWriter {
  private:
   struct Block {
     io::AlignedMemory memory;
+    int64_t room = 0;
     io::Queue::Ticket ticket = 0;  // 0: none under way
     int64_t offset = 0;            // in the file
     int64_t bytes = 0;             // of the transfer under way
   };
 
+  void take_memory();
   void start(int64_t bytes);
   void settle(Block& block);
 
   File file_;
+  int64_t block_bytes_;               // of the next one: no more than memory allowed for the last
   std::unique_ptr<io::Queue> queue_;  // null until the first block is full
   std::vector<Block> blocks_;
   size_t current_ = 0;

@@ -16,7 +16,9 @@ namespace deeptide::checkpoint {
 /// Writes as AlignedWriter does.
 class BlockWriter {
  public:
-  explicit BlockWriter(const std::string& path, int64_t buffer_bytes = kBufferBytes) : writer_(path, buffer_bytes) {}
+  /// The arguments are those of AlignedWriter.
+  BlockWriter(const std::string& path, int64_t file_bytes, int64_t buffer_bytes)
+      : writer_(path, file_bytes, buffer_bytes) {}
 
   void append(const void* data, int64_t bytes);
   /// All `numel` elements of `data`, which must hold them. The file's end must be a multiple of their width.

@@ -24,7 +24,7 @@ using Paths = std::map<std::string, std::string>;
 // Equal for equal pieces of any save and rank. The key has the offsets: two regions of a tensor may have equal bytes.
 std::string header_of(const Piece& piece) {
   const std::string key = region_key(tensor_key({piece.name, piece.role}), piece.region);
-  const int64_t bytes = piece.region.numel() * element_bytes(piece.data.dtype());
+  const int64_t bytes = piece.bytes();
   return encode_header({{key, {piece.data.dtype(), piece.region.sizes, 0, bytes}}},
                        {{"format", "pt"}, {"writer", "deeptide"}});
 }
@@ -123,7 +123,7 @@ void link_stored(const SaveTarget& target, Snapshot& snapshot) {
 StoredPiece write_apart(const std::string& growing, int rank, const Piece& piece, int64_t buffer_bytes) {
   const std::string part = growing + "/" + shard_name(rank) + ".part";
   const std::string header = header_of(piece);
-  BlockWriter writer(part, buffer_bytes);
+  BlockWriter writer(part, std::ssize(header) + piece.bytes(), buffer_bytes);
   writer.append(header.data(), std::ssize(header));
   writer.take_hashes();
   writer.append(piece.data, piece.region.numel());

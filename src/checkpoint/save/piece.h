@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <functional>
 #include <string>
 #include <utility>
@@ -12,6 +13,7 @@
 
 #include "checkpoint/format/region.h"
 #include "checkpoint/format/role.h"
+#include "checkpoint/format/safetensors.h"
 
 namespace deeptide::checkpoint {
 
@@ -61,6 +63,9 @@ struct Piece {
   int changes_with = kAnytime;  // the group of pieces that change together, each time after an announcement
   int part = 0;                 // of the shard's files
   bool apart = false;           // in a file of its own, which later saves link to while its elements stay as they are
+
+  /// Counts its elements. Units: bytes.
+  int64_t bytes() const { return region.numel() * element_bytes(data.dtype()); }
 };
 
 }  // namespace deeptide::checkpoint

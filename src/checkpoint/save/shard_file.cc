@@ -16,7 +16,6 @@ namespace deeptide::checkpoint {
 namespace {
 
 int64_t width_of(const Piece& piece) { return static_cast<int64_t>(c10::elementSize(piece.data.dtype())); }
-int64_t bytes_of(const Piece& piece) { return piece.region.numel() * width_of(piece); }
 
 void check_piece(const Piece& piece) {
   const std::string what = "cannot save '" + tensor_key({piece.name, piece.role}) + "': ";
@@ -53,11 +52,17 @@ Piece take_first(Piece& piece, int64_t numel) {
   return first;
 }
 
+int64_t size_of(const ShardFile& file) {
+  int64_t bytes = std::ssize(file.header);
+  for (const Piece* piece : file.pieces) bytes += piece->bytes();
+  return bytes;
+}
+
 /// Writes one file, a block at a time.
 class FileWriter {
  public:
   FileWriter(const ShardFile& file, int64_t buffer_bytes, Table& table)
-      : file_(file), table_(table), writer_(file.path, buffer_bytes) {
+      : file_(file), table_(table), writer_(file.path, size_of(file), buffer_bytes) {
     writer_.append(file.header.data(), std::ssize(file.header));
     writer_.take_hashes();  // the header has one of its own, whatever its size
     offset_ = writer_.written_bytes();
@@ -74,7 +79,7 @@ class FileWriter {
     for (Extent& extent : table_.at({piece.name, piece.role}).extents) {
       if (extent.file == file_.name && extent.offset == offset_) extent.hashes = writer_.take_hashes();
     }
-    offset_ += bytes_of(piece);
+    offset_ += piece.bytes();
     done_ = 0;
     ++next_;
     return true;
@@ -99,13 +104,13 @@ class FileWriter {
 void deal_out(std::vector<Piece>& pieces, int parts) {
   const auto counts = [](const Piece& piece) { return !piece.apart && piece.region.numel() > 0; };
   int64_t total = 0;
-  for (const Piece& piece : pieces) total += counts(piece) ? bytes_of(piece) : 0;
+  for (const Piece& piece : pieces) total += counts(piece) ? piece.bytes() : 0;
   const int64_t share = std::max<int64_t>(1, (total + parts - 1) / parts);
   std::vector<Piece> dealt;
   int64_t before = 0;  // bytes that have a part
   const auto deal = [&](Piece piece) {
     piece.part = static_cast<int>(std::min<int64_t>(parts - 1, before / share));
-    before += counts(piece) ? bytes_of(piece) : 0;
+    before += counts(piece) ? piece.bytes() : 0;
     dealt.push_back(std::move(piece));
   };
   for (Piece& piece : pieces) {
@@ -135,7 +140,7 @@ ShardLayout lay_out(const std::vector<Piece>& pieces, int rank, int parts,
   for (const Piece* piece : order) {
     const auto part = static_cast<size_t>(piece->part);
     const TensorId id = {piece->name, piece->role};
-    const int64_t begin = std::exchange(ends.at(part), ends.at(part) + bytes_of(*piece));
+    const int64_t begin = std::exchange(ends.at(part), ends.at(part) + piece->bytes());
     const std::string key = tensor_key(id);
     entries[part][counts[id] > 1 ? region_key(key, piece->region) : key] = {piece->data.dtype(), piece->region.sizes,
                                                                             begin, ends[part]};

@@ -29,7 +29,7 @@ int64_t add_apart(const Snapshot& snapshot, const std::string& growing, int64_t 
   for (const Piece& piece : snapshot.pieces) {
     if (!piece.apart || piece.region.numel() == 0) continue;
     stored.push_back(write_apart(growing, snapshot.rank, piece, buffer_bytes));
-    bytes += stored.back().extent.offset + piece.region.numel() * element_bytes(piece.data.dtype());
+    bytes += stored.back().extent.offset + piece.bytes();
   }
   for (StoredPiece& piece : stored) {
     table.header_hashes[piece.extent.file] = piece.header_hash;

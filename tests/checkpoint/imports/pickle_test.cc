@@ -8,6 +8,7 @@
 #include <random>
 #include <string>
 
+#include "deeptide/errors.h"
 #include "errors.h"
 
 namespace deeptide::checkpoint {

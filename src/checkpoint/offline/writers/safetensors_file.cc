@@ -22,7 +22,7 @@ void write_safetensors_file(const CheckpointReader& reader, const ExportFile& it
     end += item.bytes;
   }
   const std::string header = encode_header(entries, {{"format", "pt"}});  // Transformers refuses files without it
-  AlignedWriter file(path);
+  AlignedWriter file(path, std::ssize(header) + end);
   file.append(header.data(), std::ssize(header));
   ConvertedItems converted(reader, order);
   for (size_t i = 0; i < order.size(); ++i) {
