@@ -47,8 +47,12 @@ class Kept(NamedTuple):
 
 
 def with_version(tensor: torch.Tensor) -> Kept:
-    """A hook that keeps the tensor as it is."""
-    return Kept(tensor, tensor._version)
+    """A hook that keeps the tensor as it is.
+
+    An operator that keeps its own output would hold itself by it, for ever where no backward comes: what operators made
+    is kept without its history, which autograd adds again.
+    """
+    return Kept(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
 
 
 def unchanged(kept: Kept) -> torch.Tensor:

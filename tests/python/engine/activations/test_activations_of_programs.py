@@ -2,11 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """An activation policy beside what programs do themselves: their own recomputation, and writes before backward."""
 
+import gc
+
 import models
 import pytest
 import torch
 from conftest import run_ranks
 from states import start
+from test_activations import Living
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -84,3 +87,35 @@ def write_before_backward(world, activations, name):
 def test_what_is_written_between_forward_and_backward_is_noticed(policy, name):
     """By torch, by hooks that stand where torch would compare versions, or by a block that is recomputed."""
     run_ranks(1, write_before_backward, POLICIES[policy], name)
+
+
+class Squashing(models.TinyModel):
+    """Autograd keeps outputs of its own operators: of tanh, in a block and beside them."""
+
+    def __init__(self):
+        super().__init__()
+        self.h = nn.ModuleList(nn.Sequential(nn.Linear(20, 20), nn.Tanh()) for _ in range(3))
+
+    def forward(self, tokens, targets):
+        x = self.embed(tokens).tanh()
+        for block in self.h:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, -2), targets.flatten())
+
+
+def drop_a_loss(world, activations):
+    model = models.make_model(kind=Squashing)
+    engine = start(world, 0, model, **({"activation_checkpointing": activations} if activations else {}))
+    with Living(model) as living:
+        engine(*models.batches(1, 2)[0])  # its loss has no backward
+        gc.collect()
+        left = living.now()
+    engine.destroy()
+    return left
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "files"])
+def test_a_loss_that_is_dropped_without_backward_leaves_nothing(policy, tmp_path):
+    """A tensor that its own operator keeps would be held by itself."""
+    activations = POLICIES.get(policy, {"policy": "files", "nvme_path": str(tmp_path)})
+    assert run_ranks(1, drop_a_loss, activations) == [0]
