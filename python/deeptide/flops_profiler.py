@@ -283,17 +283,22 @@ class FlopsProfiler:
         return time.perf_counter()
 
     def _enter(self, index: int, *_: Any) -> None:
-        self._stack.append((index, self._now()))
+        self._stack.append((index, 0.0 if _is_in_backward() else self._now()))
         self._counter.set_module(index)
 
     def _leave(self, *_: Any) -> None:
         if not self._stack:
             return
         index, begun = self._stack.pop()
-        if torch._C._current_graph_task_id() == -1:  # not a checkpoint's second forward
+        if not _is_in_backward():
             self._latency[index] = self._latency.get(index, 0.0) + self._now() - begun
             self._calls[index] = self._calls.get(index, 0) + 1
         self._counter.set_module(self._stack[-1][0] if self._stack else -1)
+
+
+def _is_in_backward() -> bool:
+    """Whether a checkpoint runs a forward again: there the host may wait for no device, nor are calls counted."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _count(module: nn.Module) -> int:

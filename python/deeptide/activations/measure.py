@@ -73,6 +73,7 @@ class Meter:
         self._device = device
         self._most = dict.fromkeys(names, (0, 0))  # bytes, bytes of inputs
         self._times: dict[str, list[int]] = {name: [] for name in self._most}
+        self._on_device: list[tuple[str, torch.Event, torch.Event]] = []  # what `await_times` adds to these
         self.outside = 0
         self.has_measured = False
         self._begin(set())
@@ -139,17 +140,31 @@ class Meter:
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Around a block's forward or its recomputation."""
-        begin = self._now()
+        """Around a block's forward or its recomputation.
+
+        The host never waits for a device here: that may wait for ranks which wait for this one to go on.
+        """
+        if self._device.type == "cpu":
+            begin = time.perf_counter_ns()
+            try:
+                yield
+            finally:
+                self._times[name].append(time.perf_counter_ns() - begin)
+            return
+        first, last = (torch.Event(self._device, enable_timing=True) for _ in range(2))
+        first.record()
         try:
             yield
         finally:
-            self._times[name].append(self._now() - begin)
+            last.record()
+            self._on_device.append((name, first, last))
 
-    def _now(self) -> int:
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize()
-        return time.perf_counter_ns()
+    def await_times(self) -> None:
+        """Waits for what a device still does, for `results`. Between steps."""
+        for name, first, last in self._on_device:
+            last.synchronize()
+            self._times[name].append(round(1e6 * first.elapsed_time(last)))
+        self._on_device.clear()
 
     def results(self) -> list[Measured]:
         """By block; one that was not called has zeros."""

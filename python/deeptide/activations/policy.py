@@ -199,6 +199,7 @@ class Activations:
 
     def _agreed(self, meter: Meter) -> tuple[list[Measured], int, bool]:
         """The most of all ranks of the data team, alike on them and on ranks that share layers. Collective."""
+        meter.await_times()
         figures = [float(each) for block in meter.results() for each in block]
         *numbers, outside, has_measured = self._most([*figures, meter.outside, meter.has_measured])
         count = len(self._blocks)
