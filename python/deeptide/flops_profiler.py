@@ -24,6 +24,7 @@ from torch import nn
 
 from deeptide import _C
 from deeptide._engine.flops_table import write_table
+from deeptide._model.recomputation import in_backward
 from deeptide.accelerator import get_accelerator
 
 
@@ -283,22 +284,18 @@ class FlopsProfiler:
         return time.perf_counter()
 
     def _enter(self, index: int, *_: Any) -> None:
-        self._stack.append((index, 0.0 if _is_in_backward() else self._now()))
+        # In backward the host waits for no device: ranks that wait for this one may have to go on first.
+        self._stack.append((index, 0.0 if in_backward() else self._now()))
         self._counter.set_module(index)
 
     def _leave(self, *_: Any) -> None:
         if not self._stack:
             return
         index, begun = self._stack.pop()
-        if not _is_in_backward():
+        if not in_backward():
             self._latency[index] = self._latency.get(index, 0.0) + self._now() - begun
             self._calls[index] = self._calls.get(index, 0) + 1
         self._counter.set_module(self._stack[-1][0] if self._stack else -1)
-
-
-def _is_in_backward() -> bool:
-    """Whether a checkpoint runs a forward again: there the host may wait for no device, nor are calls counted."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _count(module: nn.Module) -> int:

@@ -1,15 +1,21 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""A model's switch for recomputing activations in backward, as models of Transformers have one."""
+"""Recomputation of activations: a model's switch for it, as models of Transformers have one, and where it runs."""
 
 from __future__ import annotations
 
 import inspect
 
+import torch
 from torch import nn
 
 # Transformers 5's name and 4's: methods NAME_enable() and NAME_disable(), and the attribute is_NAME.
 _NAMES = ("activation_checkpointing", "gradient_checkpointing")
+
+
+def in_backward() -> bool:
+    """Whether this thread is within a backward, where a forward is one that a checkpoint runs again."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _name_of(model: nn.Module) -> str | None:

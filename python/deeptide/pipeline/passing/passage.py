@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from deeptide._model.recomputation import in_backward
 from deeptide.pipeline.cutting.digest import digest
 from deeptide.pipeline.errors import PipelineError
 from deeptide.pipeline.passing.elsewhere import Elsewhere, ElsewhereError, elsewhere_in, with_received
@@ -45,10 +46,6 @@ class _NoDraws(TorchDispatchMode):
                 "in a block, or give them with the batch"
             )
         return func(*args, **(kwargs or {}))
-
-
-def _in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 class _Block:
@@ -178,7 +175,7 @@ class Passage:
     def enter(self, block: _Block, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A block is called."""
         part = self._parts[block.number]
-        if _in_backward():
+        if in_backward():
             return self._again(block, call, args, kwargs)
         if not self._is_running:
             raise PipelineError(
