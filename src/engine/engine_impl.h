@@ -45,6 +45,7 @@ class Reader;
 namespace engine {
 class Absent;
 class RoundingErrorLoad;
+struct CarriedAsBefore;
 struct CarriedState;
 struct Listed;
 struct ModelTaker;
@@ -81,8 +82,11 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   // --- rebuild.cc
   engine::CarriedState carry_state(const ModelDescription& now, const InitOptions& options);
   void adopt_state(const engine::CarriedState& carried);
-  /// With their hyper-parameters of now.
-  std::vector<ParameterGroup> groups_now() const;
+  engine::CarriedAsBefore as_before() const;
+  /// Collective. Makes this engine, built over the model as it was, what it was in all else.
+  void restore_as_before(const engine::CarriedState& carried);
+  /// The errors that rounding and signs have left, by unit: the tensors themselves.
+  std::vector<at::Tensor> errors() const;
 
   // --- offload_states.cc
   void offload_states(const OffloadStates& what);

@@ -67,6 +67,10 @@ class ShardedOptimizer {
   }
   /// Null: every step needs the gradients' mean.
   const SignExchange* signs() const { return signs_ ? &signs_->exchange() : nullptr; }
+  /// SignExchange::errors; none: no step exchanges signs.
+  std::vector<at::Tensor> sign_errors() const {
+    return signs_ ? signs_->exchange().errors() : std::vector<at::Tensor>();
+  }
   /// Null: the rule steps.
   const CustomSteps* custom() const { return custom_.get(); }
   CustomSteps* custom() { return custom_.get(); }

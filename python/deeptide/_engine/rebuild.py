@@ -37,7 +37,7 @@ def rebuild(engine: Engine) -> None:
     optimizer = engine.optimizer if isinstance(engine.optimizer, torch.optim.Optimizer) else None
     plan: OptimizerPlan | None = None if optimizer is None else optimizer.plan
     seen = changes.count()
-    with _as_before_if_refused([] if plan is None else plan.param_groups):
+    with _as_before_if_refused(plan):
         if plan is not None:
             plan = _regrouped(plan, model, engine._config)
         groups = [] if plan is None else plan.core_groups(engine._config)
@@ -50,12 +50,18 @@ def rebuild(engine: Engine) -> None:
 
 
 @contextlib.contextmanager
-def _as_before_if_refused(groups: list[ParamGroup]) -> Iterator[None]:
+def _as_before_if_refused(plan: OptimizerPlan | None) -> Iterator[None]:
     """Gives the groups and their parameters back as they were if what runs inside raises."""
+    if plan is None:
+        yield
+        return
+    groups, starts = plan.param_groups, dict(plan.starts)
     before = [(group, group["params"]) for group in groups]
     try:
         yield
     except BaseException:
+        plan.starts.clear()
+        plan.starts.update(starts)
         for group, parameters in before:
             group["params"] = parameters
         groups[:] = [group for group, _ in before]

@@ -7,12 +7,14 @@
 
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "engine/bind/bound_model.h"
 #include "engine/run/progress.h"
+#include "engine/run/rewind.h"
 
 namespace deeptide::engine {
 
@@ -35,9 +37,18 @@ struct WholeValue {
   at::Tensor value;
 };
 
+/// The rest of an engine: only the one as it was can take it back, and does if the model is refused.
+struct CarriedAsBefore {
+  std::vector<ParameterGroup> groups;  // with the hyper-parameters where the schedule starts
+  std::vector<at::Tensor> errors;      // Impl::errors
+  Rewind::Kept rewind;
+};
+
 /// The states are views of the engine's memory and keep it.
 struct CarriedState {
   Progress progress;
+  std::optional<bool> boundary;  // the program's own, until its next one
+  CarriedAsBefore as_before;
   std::vector<CarriedParameter> parameters;
   std::vector<WholeValue> wholes;
 

@@ -18,6 +18,7 @@ namespace deeptide {
 
 using at::Tensor;
 using comm::Call;
+using engine::CarriedAsBefore;
 using engine::CarriedParameter;
 using engine::CarriedState;
 using sharding::Parameter;
@@ -160,6 +161,8 @@ CarriedState Engine::Impl::carry_state(const ModelDescription& now, const InitOp
     for (int unit = 0; unit < optimizer->states().num_units(); ++unit) carry_unit(optimizer->states(), unit, carried);
   }
   carried.progress = progress;
+  carried.boundary = stepper->boundary_override();
+  carried.as_before = as_before();
   residency->release_all();
   for (const auto& unit : model.units()) {
     if (unit->memory() == sharding::UnitMemory::sharded) keep_whole(*unit, gathered(*unit), carried);
@@ -168,10 +171,29 @@ CarriedState Engine::Impl::carry_state(const ModelDescription& now, const InitOp
   return carried;
 }
 
-std::vector<ParameterGroup> Engine::Impl::groups_now() const {
-  std::vector<ParameterGroup> now = design.model.groups;
-  for (size_t g = 0; g < progress.hyperparameters.size(); ++g) now[g].hyperparameters = progress.hyperparameters[g];
-  return now;
+std::vector<Tensor> Engine::Impl::errors() const {
+  std::vector<Tensor> all = rounding_errors();
+  if (optimizer) {
+    const auto of_signs = optimizer->sign_errors();
+    all.insert(all.end(), of_signs.begin(), of_signs.end());
+  }
+  return all;
+}
+
+CarriedAsBefore Engine::Impl::as_before() const {
+  CarriedAsBefore before{design.model.groups, errors(), rewind ? rewind->kept() : engine::Rewind::Kept{}};
+  const auto& base = stepper->base_hyperparameters();
+  for (size_t g = 0; g < base.size(); ++g) before.groups[g].hyperparameters = base[g];
+  return before;
+}
+
+void Engine::Impl::restore_as_before(const CarriedState& carried) {
+  at::NoGradGuard no_grad;
+  progress.hyperparameters = carried.progress.hyperparameters;
+  adopt_state(carried);
+  const std::vector<Tensor> now = errors();
+  for (size_t i = 0; i < now.size(); ++i) now[i].copy_(carried.as_before.errors[i]);
+  if (rewind) rewind->take_over(carried.as_before.rewind);
 }
 
 /// Collective. Takes over the states of the parameters that were trained before; others begin as at initialize.
@@ -203,6 +225,7 @@ void Engine::Impl::adopt_state(const CarriedState& carried) {
     }
   }
   stepper->restore(next, /*moments=*/optimizer != nullptr, /*schedule=*/true);
+  stepper->set_boundary(carried.boundary);
 }
 
 void Engine::rebuild(const ModelDescription& model, const InitOptions& options) {
@@ -216,7 +239,7 @@ void Engine::rebuild(const ModelDescription& model, const InitOptions& options) 
   const engine::Origin before = impl_->origin;
   same_world.axes = before.axes;
   InitOptions as_before = same_world;
-  as_before.groups = impl_->groups_now();
+  as_before.groups = carried.as_before.groups;
   as_before.optimizer = before.optimizer;
   impl_.reset();
   carried.make_whole();
@@ -224,7 +247,7 @@ void Engine::rebuild(const ModelDescription& model, const InitOptions& options) 
     impl_ = std::make_unique<Impl>(model, config, same_world);
   } catch (...) {  // on all ranks alike, since they agreed on the model
     impl_ = std::make_unique<Impl>(before.model, config, as_before);
-    impl_->told("rebuild", [&] { impl_->adopt_state(carried); });
+    impl_->told("rebuild", [&] { impl_->restore_as_before(carried); });
     impl_->reporter.resume(wishes, step);
     throw;
   }

@@ -98,7 +98,7 @@ void Engine::Impl::check_no_gradients(const char* method) const {
 void Engine::Impl::check_between_steps(const char* method) const {
   check_no_gradients(method);
   const int64_t within = progress.micro_steps % batch.accumulation;
-  TORCH_CHECK_VALUE(within == 0 || stepper->has_boundary_override(), method, " within an accumulation (", within, "/",
+  TORCH_CHECK_VALUE(within == 0 || stepper->boundary_override(), method, " within an accumulation (", within, "/",
                     batch.accumulation,
                     " micro-batches done): the gradients would be lost; call it after an applied step");
 }

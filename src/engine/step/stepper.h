@@ -72,7 +72,10 @@ class Stepper {
   void set_boundary(std::optional<bool> boundary);
   /// Whether ranks keep their gradients and exchange signs in the step to come.
   bool keeps_gradients() const { return signs_; }
-  bool has_boundary_override() const { return boundary_override_.has_value(); }
+  /// Set by the program; empty: the count of micro-batches decides.
+  std::optional<bool> boundary_override() const { return boundary_override_; }
+  /// The schedule starts there; by group.
+  const std::vector<Hyperparameters>& base_hyperparameters() const { return base_hyperparameters_; }
   /// The factor of losses in backward; 1 unless the model computes in fp16.
   double loss_scale() const { return parts_.progress.loss_scale.scale; }
   /// Counts the engine's own changes of hyper-parameters.
@@ -107,7 +110,7 @@ class Stepper {
 
   StepperParts parts_;
   std::unique_ptr<optim::Schedule> schedule_;
-  std::vector<Hyperparameters> base_hyperparameters_;  // where the schedule starts, by group
+  std::vector<Hyperparameters> base_hyperparameters_;
   std::optional<bool> boundary_override_;
   int64_t hyperparameters_version_ = 0;
   double expected_loss_ = kNoLoss;  // by a checkpoint, of the first step after its load

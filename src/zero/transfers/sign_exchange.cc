@@ -130,6 +130,15 @@ void SignExchange::receive(int unit, const ActiveParameters& active, const Tenso
   if (end < mean.numel()) mean.narrow(0, end, mean.numel() - end).zero_();
 }
 
+std::vector<Tensor> SignExchange::errors() const {
+  std::vector<Tensor> all;
+  for (const UnitMessages& messages : messages_) {
+    all.push_back(messages.carried);
+    if (messages.served.defined()) all.push_back(messages.served);
+  }
+  return all;
+}
+
 void SignExchange::reset() {
   for (UnitMessages& messages : messages_) {
     messages.carried.zero_();

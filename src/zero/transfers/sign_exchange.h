@@ -43,6 +43,8 @@ class SignExchange {
   /// Writes the mean (numel,) fp32: zeros in the gaps; what is not active holds nothing of meaning.
   void receive(int unit, const ActiveParameters& active, const at::Tensor& mean);
 
+  /// The errors themselves, by unit: what is carried, and with several ranks that of the mean of this rank's slice.
+  std::vector<at::Tensor> errors() const;
   /// Forgets the errors: what they belong to has been replaced.
   void reset();
   SignForecast predicted() const;

@@ -80,7 +80,7 @@ CHANGES = [unfreeze, replace_head, add_adapters, add_module, freeze_and_unfreeze
 
 
 def start(world, stage, **extra):
-    return edges.start(world, stage, kind=Staged, deeptide={"comm_timeout": 60}, **extra)
+    return edges.start(world, stage, kind=Staged, deeptide={"comm_timeout": 60, **extra.pop("deeptide", {})}, **extra)
 
 
 def plain_beside(change, ranks):
@@ -305,6 +305,64 @@ def test_a_rebuild_that_is_refused_changes_nothing(stage, bf16):
         assert state.keys() == expected.keys()
         for name, value in expected.items():
             assert torch.equal(torch.as_tensor(state[name]), torch.as_tensor(value)), name
+
+
+SIGNS = {"type": "OneBitAdam", "params": {"lr": 1e-2, "freeze_step": 1}}
+# An engine has more than masters and states: {what: (stage, settings)}.
+BESIDE_STATES = {
+    "where a schedule starts": (2, {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 20}}}),
+    "a rate of 0": (2, {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}}),
+    "what signs left out": (0, {"optimizer": SIGNS, "gradient_clipping": 0.0}),
+    "what rounding left out": (2, {"deeptide": {"quantized_gradients": "int4", "quantized_error_feedback": True}}),
+    "a state to return to": (2, {"deeptide": {"on_skipped": "rewind", "skipped_limit": 1}}),
+}
+
+
+@pytest.mark.parametrize("what", BESIDE_STATES)
+def test_a_refused_rebuild_keeps_what_lies_beside_states(what):
+    stage, settings = BESIDE_STATES[what]
+    steps = 0 if what == "a rate of 0" else 3
+
+    def program(world, refuse):
+        engine = start(world, stage, **settings)
+        if steps:
+            edges.train(engine, steps, rank=world.rank)
+        if refuse:
+            add_double(engine.module)
+            with pytest.raises(ValueError, match=r"'third\.weight' .*Double"):
+                engine.rebuild()
+            del engine.module.third
+        returned_to = None
+        if what == "a state to return to":
+            engine.backward(engine(edges.inputs()).square().mean() * float("nan"))
+            returned_to = engine.step().rewound_to
+            assert returned_to is not None
+        rates = []
+        for number in range(3):
+            edges.train(engine, first=steps + number, rank=world.rank)
+            rates.append(engine.get_lr())
+        return models.everything(engine), rates, returned_to
+
+    for refused, expected in zip(run_ranks(2, program, True), run_ranks(2, program, False), strict=True):
+        models.assert_same(refused[0], expected[0])
+        assert refused[1:] == expected[1:]
+
+
+def test_a_refused_group_leaves_no_rate_behind():
+    model = models.make_model(kind=Staged)
+    for layer in (model.first, model.head):
+        layer.weight.requires_grad_(False)  # so that Muon's group is the new layer's alone
+    warm_up = {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}
+    engine = edges.start(stage=2, model=model, optimizer={"type": "Muon"}, scheduler=warm_up)
+    before = dict(engine.optimizer.plan.starts)
+    add_double(engine.module)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"'third\.weight' .*Double"):
+            engine.optimizer.add_param_group({"params": [engine.module.third.weight], "lr": 0.5})
+        with pytest.raises(ValueError, match=r"'third\.weight' .*Double"):
+            engine.rebuild()
+    assert engine.optimizer.plan.starts == before
+    engine.destroy()
 
 
 def test_a_rank_that_rebuilds_while_another_steps_is_named():
