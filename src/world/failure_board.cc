@@ -4,6 +4,7 @@
 #include "world/failure_board.h"
 
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -35,7 +36,9 @@ std::optional<std::string> read_if_there(c10d::Store& store, const std::string& 
 }  // namespace
 
 FailureBoard::FailureBoard(const World& world, const std::string& prefix, milliseconds grace)
-    : store_(world.store), prefix_(prefix), rank_(world.rank), size_(world.size), grace_(grace) {}
+    : store_(world.store), prefix_(prefix), rank_(world.rank), size_(world.size), grace_(grace), process_(::getpid()) {}
+
+bool FailureBoard::has_listeners() const { return size_ > 1 && ::getpid() == process_; }
 
 std::string FailureBoard::key(const std::string& kind, int64_t number) const {
   return prefix_ + "/" + kind + "/" + std::to_string(number);
@@ -46,7 +49,7 @@ void FailureBoard::report_failure(const std::string& text) noexcept { report(tex
 void FailureBoard::report_end(const std::string& text) noexcept { report(text, /*in_good_order=*/true); }
 
 void FailureBoard::report(const std::string& text, bool in_good_order) {
-  if (size_ == 1) return;
+  if (!has_listeners()) return;
   try {
     std::string own = "rank " + std::to_string(rank_) + " " + text;
     bool unexplained = false;
@@ -70,7 +73,7 @@ void FailureBoard::report(const std::string& text, bool in_good_order) {
 }
 
 void FailureBoard::report_error(const std::string& event, const std::string& text) noexcept {
-  if (size_ == 1) return;
+  if (!has_listeners()) return;
   try {
     std::unique_lock lock(mutex_);
     if (!cause_.empty()) {
@@ -89,7 +92,7 @@ void FailureBoard::report_error(const std::string& event, const std::string& tex
 }
 
 void FailureBoard::withdraw_error() noexcept {
-  if (!has_error_) return;
+  if (!has_error_ || !has_listeners()) return;
   try {
     const std::lock_guard lock(mutex_);
     has_error_ = false;

@@ -3,6 +3,8 @@
 // Exchanges reports after a failure: which rank failed, which ranks wait, which never arrived, which raised an error.
 #pragma once
 
+#include <sys/types.h>
+
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -22,7 +24,8 @@ inline constexpr std::chrono::milliseconds kPollFailures{250};
 /// The default of the config's "error_grace".
 inline constexpr std::chrono::milliseconds kErrorGrace{30'000};
 
-/// Lives in the world's store; used only on failure and by long waits. Thread-safe.
+/// Lives in the world's store; used only on failure and by long waits. Thread-safe. A forked child tells the others
+/// nothing: it is no rank, and the connection is its parent's.
 class FailureBoard {
  public:
   /// `grace`: how long a rank may take from an error that it raised to its next call before the others stop waiting.
@@ -63,6 +66,8 @@ class FailureBoard {
 
  private:
   void report(const std::string& text, bool in_good_order);
+  /// Whether there is somebody to tell, and this is the process to do so.
+  bool has_listeners() const;
   std::string key(const std::string& kind, int64_t number) const;
   std::optional<std::string> earliest_error(std::chrono::milliseconds grace);
   struct Reports {
@@ -76,6 +81,7 @@ class FailureBoard {
   int rank_;
   int size_;
   std::chrono::milliseconds grace_;
+  const pid_t process_;
   std::mutex mutex_;
   std::string cause_;
   bool unexplained_ = false;  // the cause is that ranks gave no report

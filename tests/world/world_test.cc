@@ -6,13 +6,16 @@
 #include <arpa/inet.h>
 #include <gtest/gtest.h>
 #include <sys/socket.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstdlib>
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <optional>
 #include <thread>
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
@@ -265,6 +268,37 @@ TEST_F(Board, TellsOfAnErrorUntilTheRankGoesOn) {
   EXPECT_EQ(hasty.failure(), std::nullopt);
   EXPECT_FALSE(hasty.is_failure());
   EXPECT_FALSE(store_->check({"a/place/2"})) << "a later diagnosis would take it for a wait of that moment";
+}
+
+TEST_F(Board, HearsNothingOfAForkedChild) {
+  const std::string path = testing::TempDir() + "deeptide-board-" + std::to_string(::getpid());
+  const auto shared = [&](int rank) {
+    World own = world(rank);
+    own.store = c10::make_intrusive<c10d::FileStore>(path, 3);
+    return own;
+  };
+  world::FailureBoard one(shared(1), "a"), two(shared(2), "a", milliseconds(0));
+  const auto in_child = [](const std::function<void()>& run) {
+    const pid_t child = ::fork();
+    if (child == 0) {
+      run();
+      ::_exit(0);
+    }
+    int status = -1;
+    ::waitpid(child, &status, 0);
+    EXPECT_EQ(status, 0);
+  };
+  in_child([&] {
+    one.report_error("raised ValueError in step", "process 2 was forked from process 1");
+    one.report_end("has ended training at step 1");
+    one.report_failure("failed in step");
+  });
+  EXPECT_EQ(two.failure(), std::nullopt);
+  EXPECT_FALSE(two.has_ended(1));
+  one.report_error("raised KeyError in forward", "");
+  in_child([&] { one.withdraw_error(); });
+  EXPECT_EQ(two.failure(), std::string("rank 1 raised KeyError in forward") + kNotGoneOn);
+  std::filesystem::remove(path);
 }
 
 TEST_F(Board, GivesEachErrorAGraceOfItsOwn) {
