@@ -13,7 +13,7 @@ import torch
 
 from deeptide import _C
 from deeptide._C import OptimizerInfo
-from deeptide._optimizers.given import AwayState, WithoutHooks
+from deeptide._optimizers.given import AwayState, WithoutHooks, step_alone
 from deeptide._optimizers.groups import ParamGroup, keys_of, read_group, write_key
 
 PartState: TypeAlias = list[tuple[str, torch.Tensor, bool]]
@@ -63,7 +63,7 @@ class PartStepper:
             part.grad = gradient
         try:
             with self._lent(), WithoutHooks(self._optimizer):
-                type(self._optimizer).step(self._optimizer)
+                step_alone(self._optimizer)
         finally:
             for part in self._parts:
                 part.grad = None

@@ -66,6 +66,14 @@ def run_hooks(when: str, optimizers: list[torch.optim.Optimizer]) -> None:
             hook(optimizer, (), {})
 
 
+def step_alone(optimizer: torch.optim.Optimizer) -> None:
+    """Steps by the optimizer's class, without what torch runs around it: hooks of every optimizer among it."""
+    step = type(optimizer).step
+    # functools.wraps is common; only torch's own wrapper is left out.
+    is_torchs = getattr(step, "__code__", None) in torch.optim.Optimizer.profile_hook_step.__code__.co_consts
+    (step.__wrapped__ if is_torchs else step)(optimizer)  # type: ignore[attr-defined]
+
+
 class WithoutHooks:
     """Inside, a step of the optimizer runs no hooks: they are the whole step's, and run around it."""
 

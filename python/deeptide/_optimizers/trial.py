@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from deeptide._C import ConfigError
+from deeptide._optimizers.given import step_alone
 
 _SHAPES = ((6, 4), (5,))
 _STEPS = 10
@@ -97,10 +98,11 @@ def _look(probe: torch.optim.Optimizer, values: list[torch.nn.Parameter]) -> dic
     for name, value in vars(probe).items():
         if name not in ("state", "param_groups", "defaults"):
             places[f"its attribute {name!r}"] = list(_leaves(value, lent))
-    for name, value in probe.param_groups[0].items():
-        if name != "params":
-            leaves = _leaves(value, lent)
-            places[f"its groups' {name!r}"] = [v for v in leaves if isinstance(v, torch.Tensor) and v.numel() > 1]
+    for group in probe.param_groups:
+        for name, value in group.items():
+            if name != "params":
+                leaves = [v for v in _leaves(value, lent) if isinstance(v, torch.Tensor) and v.numel() > 1]
+                places.setdefault(f"its groups' {name!r}", []).extend(leaves)
     return places
 
 
@@ -133,19 +135,21 @@ def _trial(
 
     looks: takes what `_look` sees after each step.
     """
-    before = [_halves(value, cut).to(dtype) for value in _values()]
+    kinds = _distinct_options(optimizer)
+    before = [_halves(value, cut).to(dtype) for _ in kinds for value in _values()]
     values = [torch.nn.Parameter(value.clone()) for value in before]
-    probe = _copy_without_state(optimizer, values)
-    _set_rate(probe.param_groups[0])
+    probe = _copy_without_state(optimizer, kinds, values)
+    for group in probe.param_groups:
+        _set_rate(group)
     generator = torch.Generator().manual_seed(1)
-    lasting = [torch.randn(shape, generator=generator) for shape in _SHAPES]
+    lasting = [torch.randn(shape, generator=generator) for _ in kinds for shape in _SHAPES]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for _ in range(_STEPS):
             for value, mean in zip(values, lasting, strict=True):
                 gradient = mean + 0.5 * torch.randn(mean.shape, generator=generator)
                 value.grad = _halves(gradient, cut).to(dtype)
-            type(optimizer).step(probe)
+            step_alone(probe)
             if looks is not None:
                 looks.append(_look(probe, values))
     return [value.detach() - start for value, start in zip(values, before, strict=True)]
@@ -159,19 +163,32 @@ def _set_rate(group: dict[str, Any]) -> None:
         group["lr"] = max(rate, _RATE)
 
 
-def _copy_without_state(optimizer: torch.optim.Optimizer, values: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """A copy with the first group's options, over other parameters; hooks and what wraps step() stay behind."""
+def _distinct_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The groups' options, once each: groups may decay, be factored or be orthogonalized differently."""
+    kinds: dict[str, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        kinds.setdefault(repr(sorted((key, value) for key, value in options.items() if key != "lr")), options)
+    return list(kinds.values())
+
+
+def _copy_without_state(
+    optimizer: torch.optim.Optimizer, kinds: list[dict[str, Any]], values: list[torch.nn.Parameter]
+) -> torch.optim.Optimizer:
+    """A copy with a group of each of these options, over as many parameters, without hooks and what wraps step()."""
     memo: dict[int, Any] = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     probe: torch.optim.Optimizer = object.__new__(type(optimizer))
     memo[id(optimizer)] = probe
-    options = {key: value for key, value in optimizer.param_groups[0].items() if key not in ("params", "param_names")}
     for name, value in vars(optimizer).items():
         if name in ("state", "param_groups", "step"):
             continue
         is_hooks = name.endswith("_hooks") and isinstance(value, dict)
         probe.__dict__[name] = OrderedDict() if is_hooks else _copied(value, memo)
     probe.__dict__["state"] = defaultdict(dict)
-    probe.__dict__["param_groups"] = [{**_copied(options, memo), "params": list(values)}]
+    each = len(_SHAPES)
+    probe.__dict__["param_groups"] = [
+        {**_copied(options, memo), "params": values[each * i : each * (i + 1)]} for i, options in enumerate(kinds)
+    ]
     return probe
 
 

@@ -5,6 +5,7 @@
 import models
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import deeptide
 from deeptide import utils
@@ -132,6 +133,23 @@ def test_hooks_run_around_each_step_that_is_taken(make):
     train(engine, 2, 3, step=given.step)
     assert calls == 3 * expected
     engine.destroy()
+
+
+def test_hooks_of_every_optimizer_run_once_per_step(make):
+    calls = []
+    hooks = [
+        register_optimizer_step_pre_hook(lambda o, args, kwargs: calls.append("pre")),
+        register_optimizer_step_post_hook(lambda o, args, kwargs: calls.append("post")),
+    ]
+    try:
+        engine, *_ = start(make)
+        assert calls == []  # by a trial of the optimizer
+        train(engine, 0, 2)
+        assert calls == 2 * ["pre", "post"]
+        engine.destroy()
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @pytest.mark.parametrize("schedule", ["OneCycleLR", "CyclicLR", "SWALR"])

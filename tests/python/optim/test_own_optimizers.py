@@ -389,8 +389,13 @@ class DecaysMatrices(torch.optim.SGD):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.ndim > 1:
-                    p.data.mul_(1 - group["lr"] * 1e-2)
+                    p.data.mul_(1 - group["lr"] * group.get("decay", 1e-2))
         super().step()
+
+
+def first_without_decay(parameters):
+    first, *others = parameters
+    return [{"params": [first], "decay": 0.0}, {"params": others}]
 
 
 class Deaf(torch.optim.SGD):
@@ -442,6 +447,7 @@ def test_it_is_refused_at_every_stage_if(make, text):
         (lambda p: torch.optim.Adafactor(p, lr=1e-5), "Adafactor cannot step shards of parameters: its step of one"),
         (lambda p: torch.optim.Adafactor(p, lr=0.0), "Adafactor cannot step shards of parameters: its step of one"),
         (lambda p: DecaysMatrices(p, lr=1e-5), "DecaysMatrices cannot step shards of parameters: its step of one"),
+        (lambda p: DecaysMatrices(first_without_decay(p), lr=1e-5), "DecaysMatrices cannot step shards of parameters"),
         (lambda p: ByNorm(p, lr=0.1), "ByNorm cannot step shards of parameters: its step of one element depends on"),
     ],
 )
