@@ -318,7 +318,14 @@ TEST(Config, NamesTheCureForWhatBelongsElsewhere) {
                   "optimizer.params.betas: unknown key; this type has no such key, but 'dampening', "));
   EXPECT_TRUE(has(error_of(R"({"optimizer": {"type": "Lion", "params": {"eps": 1e-8}}})"),
                   "optimizer.params.eps: unknown key; this type has no such key, but 'betas', "));
-  EXPECT_TRUE(has(error_of(R"({"optimizer": {"type": "NAdam"}})"), "torch.optim.NAdam(parameters, …)"));
+  for (const std::string name : {"NAdam", "Adamax"}) {
+    const std::string error = error_of((R"({"optimizer": {"type": ")" + name + R"("}})").c_str());
+    EXPECT_TRUE(has(error, ("torch.optim." + name + "(parameters, …)").c_str())) << error;
+  }
+  EXPECT_TRUE(has(error_of(R"({"scheduler": {"type": "CosineAnnealingLR"}})"), "torch.optim.lr_scheduler."));
+  EXPECT_TRUE(has(error_of(R"({"zero": {"save_muon_momentum_buffer_in_memory": true}})"),
+                  "save_muon_momentum_buffer_in_memory"));
+  EXPECT_FALSE(has(error_of(R"({"zero": {"save_muon_momentum_buffer_in_memory": true}})"), "not there"));
   EXPECT_TRUE(has(error_of(R"({"reduce_bucket_sise": 1})"), "did you mean 'zero_optimization.reduce_bucket_size'?"));
   EXPECT_TRUE(has(error_of(R"({"zero": {"stage3_foo": 1}})"), "unknown key; did you mean 'stage3_"));
   EXPECT_TRUE(has(error_of(R"({"optimizer": {"type": "Adma"}})"), "did you mean \"Adam\"?"));

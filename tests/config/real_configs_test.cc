@@ -163,6 +163,10 @@ TEST(RealConfigs, OfOlderSpellingsMeanThePresentOnes) {
   const std::string adam = R"({"optimizer": {"type": "AdamW", "params": {"torch_adam": true)";
   EXPECT_EQ(Config::from_text(adam + "}}}").optimizer().defaults.get("weight_decay"), 0.01);
   EXPECT_EQ(Config::from_text(adam + R"(, "weight_decay": 0.0}}})").optimizer().defaults.get("weight_decay"), 0.0);
+  const std::string other = R"(, "adam_w_mode": false}}})";
+  EXPECT_EQ(Config::from_text(adam + other).optimizer().defaults.get("weight_decay"), 0.01) << "AdamW all the same";
+  const std::string plain = R"({"optimizer": {"type": "Adam", "params": {"torch_adam": true)";
+  EXPECT_EQ(Config::from_text(plain + other).optimizer().defaults.get("weight_decay"), 0.0) << "torch's Adam";
 }
 
 TEST(RealConfigs, ThatObserveRun) {

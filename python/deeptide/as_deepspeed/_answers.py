@@ -234,7 +234,7 @@ class EngineAnswers:
     @property
     def communication_data_type(self) -> torch.dtype:
         """The type that the configuration names, else the one in which parameters compute."""
-        named = self.given_config.get("communication_data_type")
+        named = str(self.given_config.get("communication_data_type")).lower()
         names = {"fp16": torch.float16, "bf16": torch.bfloat16, "bfp16": torch.bfloat16, "fp32": torch.float32}
         if named in names:
             return names[named]

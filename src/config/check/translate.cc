@@ -36,7 +36,7 @@ bool clips_when_sharded(const Values& values) {
 }
 bool decays_as_torch(const Values& values) {
   return asks(values, kTorchAdam) && !is_given(values, kDecay) && values.word("optimizer.type") != "Adagrad" &&
-         values.flag("optimizer.params.adam_w_mode");
+         (values.word("optimizer.type") == "AdamW" || values.flag("optimizer.params.adam_w_mode"));
 }
 
 /// torch's GradScaler halves at once and doubles every 2,000 steps; keys of the fp16 section say otherwise.
