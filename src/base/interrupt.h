@@ -12,7 +12,7 @@
 #include <optional>
 #include <thread>
 
-#include "base/start_thread.h"
+#include "base/resources.h"
 
 namespace deeptide {
 
@@ -28,7 +28,8 @@ void check_interrupts();
 void refuse_in_interrupt_handler(const char* method);
 
 /// Runs `work`, which blocks in foreign code, on a thread of its own, and calls `meanwhile` every kInterruptPeriod. If
-/// `meanwhile` throws, so does this function, and leaves the thread behind: `work` must own all that it uses.
+/// `meanwhile` throws, so does this function, and leaves the thread behind: `work` must own all that it uses. A child
+/// that forks meanwhile has no such thread, and must not go on from `meanwhile`.
 template <typename Result>
 Result run_beside(std::function<Result()> work, const std::function<void()>& meanwhile) {
   struct State {

@@ -5,7 +5,7 @@
 
 #include <string>
 
-#include "base/start_thread.h"
+#include "base/resources.h"
 #include "comm/transport/awaited_operation.h"
 
 namespace deeptide::comm {

@@ -14,6 +14,8 @@
 #include <fstream>
 #include <limits>
 
+#include "base/resources.h"
+
 namespace deeptide {
 namespace {
 
@@ -24,7 +26,7 @@ constexpr size_t kHeaderBytes = kMagic.size() + 8 + 1 + 8 + 8;
   throw ConfigError("indexed dataset: " + path + ": " + what);
 }
 
-/// A file in memory, read only.
+/// A file in memory, read only: a forked child may read on.
 class Mapping {
  public:
   explicit Mapping(const std::string& path) {
@@ -34,8 +36,15 @@ class Mapping {
     const bool known = ::fstat(file, &about) == 0;
     size_ = known ? static_cast<size_t>(about.st_size) : 0;
     // An empty file cannot be mapped and has nothing to map.
-    void* address = size_ == 0 ? nullptr : ::mmap(nullptr, size_, PROT_READ, MAP_SHARED, file, 0);
-    const int error = errno;
+    void* address = nullptr;
+    int error = 0;
+    if (size_ > 0) {
+      take_or_give_back([&] {
+        address = ::mmap(nullptr, size_, PROT_READ, MAP_SHARED, file, 0);
+        error = errno;
+        return address != MAP_FAILED;
+      });
+    }
     ::close(file);
     if (!known || address == MAP_FAILED) refuse_file(path, std::string("cannot be read: ") + std::strerror(error));
     data_ = static_cast<const std::byte*>(address);

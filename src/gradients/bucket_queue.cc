@@ -8,7 +8,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "base/start_thread.h"
+#include "base/resources.h"
 #include "comm/blocking.h"
 #include "device/parallel.h"
 #include "gradients/forecast.h"

@@ -6,7 +6,7 @@
 #include <chrono>
 #include <vector>
 
-#include "base/start_thread.h"
+#include "base/resources.h"
 #include "host/counter.h"
 
 namespace deeptide::host {

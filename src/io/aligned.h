@@ -7,7 +7,7 @@
 #include <cstdlib>
 #include <memory>
 
-#include "base/start_thread.h"
+#include "base/resources.h"
 #include "io/queue.h"
 
 namespace deeptide::io {
@@ -22,12 +22,11 @@ using AlignedMemory = std::unique_ptr<char, FreeAligned>;
 
 /// Null where the system has no more to give, not even once it got back what lay idle.
 inline AlignedMemory try_aligned(int64_t bytes) {
-  const auto size = static_cast<size_t>(align_up(bytes));
-  const auto give_back = give_memory_back.load();
-  auto* memory = static_cast<char*>(std::aligned_alloc(kAlignment, size));
-  if (memory == nullptr && give_back != nullptr && give_back()) {
-    memory = static_cast<char*>(std::aligned_alloc(kAlignment, size));
-  }
+  char* memory = nullptr;
+  take_or_give_back([&] {
+    memory = static_cast<char*>(std::aligned_alloc(kAlignment, static_cast<size_t>(align_up(bytes))));
+    return memory != nullptr;
+  });
   return AlignedMemory(memory);
 }
 

@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/start_thread.h"
+#include "base/resources.h"
 #include "io/queue.h"
 
 namespace deeptide::io {

@@ -10,7 +10,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <memory>
@@ -19,6 +18,7 @@
 #include <system_error>
 
 #include "base/invariant.h"
+#include "io/aligned.h"
 #include "io/queue.h"
 
 namespace deeptide::tiers {
@@ -37,7 +37,7 @@ int64_t rounded_up(int64_t bytes) { return (bytes + io::kAlignment - 1) / io::kA
 /// Some file systems cannot reserve space other than by writing. Returns an error number, 0 for success.
 int write_zeros(int fd, int64_t at, int64_t bytes) {
   constexpr int64_t kChunk = 4 << 20;
-  const std::unique_ptr<void, decltype(&std::free)> zeros(std::aligned_alloc(io::kAlignment, kChunk), &std::free);
+  const io::AlignedMemory zeros = io::try_aligned(kChunk);
   if (!zeros) return ENOMEM;
   std::memset(zeros.get(), 0, kChunk);
   while (bytes > 0) {

@@ -11,12 +11,14 @@
 
 #include <atomic>
 #include <fstream>
+#include <functional>
 #include <string>
 #include <thread>
 
+#include "base/resources.h"
 #include "base/sanitizers.h"
-#include "base/start_thread.h"
 #include "deeptide/allocator.h"
+#include "device/memory/shared_memory.h"
 
 namespace deeptide {
 namespace {
@@ -134,13 +136,17 @@ TEST_F(CpuAllocator, SurvivesForks) {
   busy.join();
 }
 
-/// Starts threads that stay, where little more may be mapped than is, until one needs what lies idle. Returns whether
-/// each has started.
-bool start_beyond_idle_memory() {
+/// From now on little more may be mapped than is.
+void limit_addresses() {
   rlimit space{};
   ::getrlimit(RLIMIT_AS, &space);
   space.rlim_cur = mapped_bytes() + (1 << 20);
   ::setrlimit(RLIMIT_AS, &space);
+}
+
+/// Starts threads that stay until one needs what lies idle. Returns whether each has started.
+bool start_beyond_idle_memory() {
+  limit_addresses();
   while (cpu_allocator_stats().idle_bytes > 0) {
     std::thread thread = start_thread([] { ::pause(); });
     if (!thread.joinable()) return false;
@@ -149,15 +155,27 @@ bool start_beyond_idle_memory() {
   return true;
 }
 
-TEST_F(CpuAllocator, GivesIdleMemoryBackForAThreadsStack) {
+/// Whether `run` returns true in a child whose heap keeps 64 MiB idle.
+bool holds_beside_idle_memory(const std::function<bool()>& run) {
   const pid_t child = ::fork();
   if (child == 0) {
     at::empty({64 << 20}, at::kByte);
-    ::_exit(start_beyond_idle_memory() ? 0 : 1);
+    ::_exit(run() ? 0 : 1);
   }
-  int status = 0;
-  ASSERT_EQ(::waitpid(child, &status, 0), child);
-  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
+  int status = -1;
+  return ::waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0;
+}
+
+TEST_F(CpuAllocator, GivesIdleMemoryBackForAThreadsStack) {
+  EXPECT_TRUE(holds_beside_idle_memory(start_beyond_idle_memory));
+}
+
+TEST_F(CpuAllocator, GivesIdleMemoryBackForTheAddressesOfSharedMemory) {
+  EXPECT_TRUE(holds_beside_idle_memory([] {
+    limit_addresses();
+    const auto memory = device::SharedMemory::create(32 << 20);
+    return memory != nullptr && cpu_allocator_stats().idle_bytes == 0;
+  }));
 }
 
 TEST_F(CpuAllocator, GivesIdleMemoryBackWhenAsked) {

@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "base/interrupt.h"
-#include "base/start_thread.h"
+#include "base/resources.h"
 #include "checkpoint/format/file_io.h"
 #include "checkpoint/format/part_folders.h"
 

@@ -31,6 +31,7 @@ struct SavePlan {
 /// How far this rank is. Later ones are larger, but `failed`.
 enum class SavePhase : int32_t { none, writing, written, committing, committed, failed };
 
+/// A forked child can only leave it: the thread that writes is its parent's.
 class BackgroundSave {
  public:
   /// Starts to write. `most_kept_bytes`: of state that changes before it is written.

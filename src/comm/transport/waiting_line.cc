@@ -3,7 +3,7 @@
 // Takes transfers from a queue.
 #include "comm/transport/waiting_line.h"
 
-#include "base/start_thread.h"
+#include "base/resources.h"
 
 namespace deeptide::comm {
 

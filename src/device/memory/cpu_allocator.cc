@@ -7,8 +7,8 @@
 #include <exception>
 
 #include "base/invariant.h"
+#include "base/resources.h"
 #include "base/sanitizers.h"
-#include "base/start_thread.h"
 #include "deeptide/allocator.h"
 #include "device/memory/idle_memory.h"
 #include "device/memory/page_heap.h"

@@ -8,10 +8,12 @@
 
 #include <algorithm>
 #include <bit>
+#include <exception>
 #include <mutex>
 
 #include "base/invariant.h"
 #include "base/log.h"
+#include "device/memory/idle_memory.h"
 
 namespace deeptide::device {
 
@@ -73,8 +75,20 @@ void tell_of_memory_for_another(at::Device device) {
 Tensor allocate_page_locked(int64_t bytes, at::Device device) {
   auto& context = at::globalContext();
   auto* const allocator = bytes > 0 ? context.getPinnedMemoryAllocator(device.type()) : at::getCPUAllocator();
-  Tensor memory(
-      at::detail::empty_generic({bytes}, allocator, at::DispatchKeySet(at::DispatchKey::CPU), at::kByte, std::nullopt));
+  Tensor memory;
+  std::exception_ptr refused;
+  const auto take = [&] {
+    constexpr at::DispatchKeySet kCpu(at::DispatchKey::CPU);
+    try {
+      memory = at::detail::empty_generic({bytes}, allocator, kCpu, at::kByte, std::nullopt);
+      return true;
+    } catch (const std::exception&) {  // each device's has its own type
+      refused = std::current_exception();
+      return false;
+    }
+  };
+  make_room(bytes);
+  if (!take_before_idle(take)) std::rethrow_exception(refused);
   const bool is_for_it = bytes == 0 || context.isPinnedPtr(memory.const_data_ptr(), device.type());
   if (!is_for_it) tell_of_memory_for_another(device);
   return memory;

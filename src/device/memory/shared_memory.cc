@@ -130,14 +130,21 @@ int create_memory() {
 /// Maps `bytes` of `fd` at a multiple of a large page, so that large pages can serve if the system has them.
 char* map(int fd, int64_t offset, int64_t bytes, int flags) {
   const int64_t reserved = bytes + kLargePage;
-  void* base = ::mmap(nullptr, reserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (base == MAP_FAILED) refuse("reserve " + std::to_string(bytes) + " bytes of addresses for shared memory");
+  void* base = MAP_FAILED;
+  int error = 0;
+  const bool found = take_before_idle([&] {  // a process may have few addresses (ulimit -v)
+    base = ::mmap(nullptr, reserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    error = errno;
+    return base != MAP_FAILED;
+  });
+  errno = error;
+  if (!found) refuse("reserve " + std::to_string(bytes) + " bytes of addresses for shared memory");
   const auto begin = reinterpret_cast<int64_t>(base);
   const int64_t aligned = (begin + kLargePage - 1) / kLargePage * kLargePage;
   char* start = reinterpret_cast<char*>(aligned);
   void* mapped = ::mmap(start, bytes, PROT_READ | PROT_WRITE, flags | MAP_FIXED | MAP_NORESERVE, fd, offset);
   if (mapped == MAP_FAILED) {
-    const int error = errno;
+    error = errno;
     ::munmap(base, reserved);
     errno = error;
     refuse("map " + std::to_string(bytes) + " bytes of shared memory");

@@ -57,7 +57,7 @@ class SharedMemory : public std::enable_shared_from_this<SharedMemory> {
 };
 
 /// A process's own view of a range of shared memory. It reads what is there; its own writes stay private (the kernel
-/// copies the page) until `forget`.
+/// copies the page) until `forget`. A forked child has a view of its own, with what its parent had written by then.
 class PrivateView : public std::enable_shared_from_this<PrivateView> {
  public:
   /// Units: bytes, 0 allowed; `offset` is a multiple of the page size.
