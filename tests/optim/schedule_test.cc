@@ -106,6 +106,18 @@ TEST(OneCycle, LeavesAnOptimizerWithoutBetasItsMomentum) {
   EXPECT_EQ(groups[0].get("momentum"), 0.7);
 }
 
+TEST(OneCycle, LeavesMuonsGroupsTheirMomenta) {
+  const std::vector<Hyperparameters> base{Hyperparameters("Muon").set("use_muon", 1).set("momentum", 0.95),
+                                          Hyperparameters("Muon").set("use_muon", 0).set("beta1", 0.8)};
+  std::vector<Hyperparameters> groups = base;
+  make_schedule(scheduler_of("OneCycle", kCycle))->apply(3, base, groups);
+  EXPECT_EQ(groups[0].lr(), 0.5);
+  EXPECT_EQ(groups[0].get("momentum"), 0.95);
+  EXPECT_EQ(groups[1].lr(), 0.5);
+  EXPECT_EQ(groups[1].get("beta1"), 0.8);
+  EXPECT_EQ(groups[1].get("beta2"), base[1].get("beta2"));
+}
+
 TEST(WarmupLR, RisesLinearly) {
   const Params params{
       {"warmup_min_lr", 0.1}, {"warmup_max_lr", 0.5}, {"warmup_num_steps", 4}, {"warmup_type", "linear"}};
