@@ -37,8 +37,12 @@ class Queue {
 /// `depth`: transfers under way at a time; further ones wait inside. io_uring where this kernel allows it.
 std::unique_ptr<Queue> make_queue(int depth);
 std::unique_ptr<Queue> make_thread_queue(int depth);
-/// Null where io_uring cannot be used; io_uring_obstacle() says why. `refuse`, for tests: called before the kernel is
-/// asked, it returns the error number that it answers with, 0 to ask.
-std::unique_ptr<Queue> make_ring_queue(int depth, int (*refuse)() = nullptr);
+/// A kernel's moods, for tests.
+struct RingFaults {
+  int (*refuse)() = nullptr;     // before the kernel is asked: the error number that it answers with, 0 to ask
+  int (*answer)(int) = nullptr;  // each transfer's result, in bytes or a negative error number: what is taken for it
+};
+/// Null where io_uring cannot be used; io_uring_obstacle() says why.
+std::unique_ptr<Queue> make_ring_queue(int depth, const RingFaults& faults = {});
 
 }  // namespace deeptide::io

@@ -24,7 +24,7 @@ bool is_transient(int error) { return error == EAGAIN || error == EBUSY || error
 /// an error.
 class RingQueue : public Queue {
  public:
-  RingQueue(io_uring ring, int depth, int (*refuse)()) : ring_(ring), depth_(depth), refuse_(refuse) {}
+  RingQueue(io_uring ring, int depth, const RingFaults& faults) : ring_(ring), depth_(depth), faults_(faults) {}
   ~RingQueue() override {
     if (::getpid() != process_) return;
     while (num_flying_ > 0 || !waiting_.empty()) {  // the kernel must not write into freed buffers
@@ -84,7 +84,7 @@ class RingQueue : public Queue {
   /// Waits for at least one transfer. Returns false if the ring itself failed.
   bool collect() {
     for (;;) {
-      int error = refuse_ ? refuse_() : 0;
+      int error = faults_.refuse ? faults_.refuse() : 0;
       if (error == 0) error = -io_uring_submit_and_wait(&ring_, 1);
       if (error > 0 && !is_transient(error)) return false;
       if (reap() || error <= 0) return true;
@@ -99,10 +99,11 @@ class RingQueue : public Queue {
     while (io_uring_peek_cqe(&ring_, &done) == 0) {
       const Ticket ticket = io_uring_cqe_get_data64(done);
       const Transfer transfer = flying_.extract(ticket).mapped();
-      if (done->res < 0 && is_transient(-done->res)) {
+      const int result = faults_.answer ? faults_.answer(done->res) : done->res;
+      if (result < 0 && is_transient(-result)) {
         waiting_.emplace_front(ticket, transfer);
       } else {
-        results_[ticket] = done->res < 0 ? -done->res : (done->res == transfer.bytes ? 0 : EIO);
+        results_[ticket] = result < 0 ? -result : (result == transfer.bytes ? 0 : EIO);
         any = true;
       }
       io_uring_cqe_seen(&ring_, done);
@@ -114,7 +115,7 @@ class RingQueue : public Queue {
 
   io_uring ring_;
   const int depth_;
-  int (*const refuse_)();
+  const RingFaults faults_;
   const pid_t process_ = ::getpid();
   int num_flying_ = 0;
   Ticket last_ = 0;
@@ -125,10 +126,10 @@ class RingQueue : public Queue {
 
 }  // namespace
 
-std::unique_ptr<Queue> make_ring_queue(int depth, int (*refuse)()) {
+std::unique_ptr<Queue> make_ring_queue(int depth, const RingFaults& faults) {
   io_uring ring{};
   if (io_uring_queue_init(static_cast<unsigned>(depth), &ring, 0) < 0) return nullptr;
-  return std::make_unique<RingQueue>(ring, depth, refuse);
+  return std::make_unique<RingQueue>(ring, depth, faults);
 }
 
 }  // namespace deeptide::io

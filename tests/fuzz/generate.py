@@ -449,7 +449,7 @@ class Generator:
         return [{"act": self.draw.choice(["empty_cache", "add_group"])}]
 
     def _rebuild(self):
-        acts = [{"act": "rebuild"}]
+        acts = [{"act": "rebuild", **({"refused": True} if self.draw.random() < 0.4 else {})}]
         return [*acts, *self._train()] if self.draw.random() < 0.7 else acts
 
     def _away(self):

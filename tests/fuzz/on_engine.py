@@ -316,7 +316,14 @@ def counters(rank, act):
 
 
 def rebuild(rank, act):
-    rank.engine.rebuild()
+    model = rank.engine.module
+    if act.get("refused"):
+        model.refused = torch.nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
+    try:
+        rank.engine.rebuild()
+    finally:
+        if act.get("refused"):
+            del model.refused
     return rank.counters()
 
 

@@ -281,7 +281,7 @@ int refuse() {
 }
 
 TEST(RingQueue, GoesOnAfterWhatTheKernelPutsOff) {
-  const auto queue = io::make_ring_queue(2, &refuse);
+  const auto queue = io::make_ring_queue(2, {&refuse});
   if (!queue) GTEST_SKIP() << "no io_uring here";
   const std::string path = ::testing::TempDir() + "/deeptide_ring_test";
   const int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
@@ -309,6 +309,31 @@ TEST(RingQueue, GoesOnAfterWhatTheKernelPutsOff) {
   ASSERT_EQ(::waitpid(child, &status, 0), child);
   EXPECT_EQ(status, 0);
   EXPECT_EQ(queue->wait(queue->start({fd, 0, read.data(), bytes, /*read=*/true})), 0);
+  ::close(fd);
+}
+
+int g_put_off[] = {-EAGAIN, -EINTR, -EBUSY};
+int g_answers = 0;
+
+int put_off(int result) { return g_answers < 3 ? g_put_off[g_answers++] : result; }
+
+TEST(RingQueue, StartsAgainWhatTheKernelPutsOffAndEndsWithIt) {
+  const std::string path = ::testing::TempDir() + "/deeptide_ring_results_test";
+  const int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+  ASSERT_GE(fd, 0);
+  ::unlink(path.c_str());
+  std::string written = "what the file keeps", read(written.size(), ' ');
+  const auto bytes = static_cast<int64_t>(written.size());
+  auto queue = io::make_ring_queue(2, {&refuse, &put_off});
+  if (!queue) GTEST_SKIP() << "no io_uring here";
+  EXPECT_EQ(queue->wait(queue->start({fd, 0, written.data(), bytes, /*read=*/false})), 0);
+  EXPECT_EQ(g_answers, 3);
+  g_answers = 0;
+  g_refusals = 2;
+  queue->start({fd, 0, read.data(), bytes, /*read=*/true});
+  queue.reset();  // waits for what is under way, whatever the kernel puts off
+  EXPECT_EQ(g_answers, 3);
+  EXPECT_EQ(read, written);
   ::close(fd);
 }
 

@@ -42,6 +42,7 @@ TWO_VALUES = Raises(("CheckpointError",), r"the checkpoint has two values for th
 NOT_REBUILT = Raises(("ValueError",), "rebuild (between|within)")
 REBUILD_OF_ANOTHER = Raises(("ValueError", "RuntimeError"), r"rebuild (between|within)|failed on rank \d before")
 OWN_REBUILT = Raises(("ValueError",), "rebuild: an optimizer of the program's own keeps its states itself")
+NO_SUCH_MODEL = Raises(("ValueError",), "parameters must be of a floating type")
 IN_FILES = Raises(("ValueError",), "rebuild: states or parameters lie in files")
 AWAY = Raises(("ValueError",), "offload_states: the states are offloaded already")
 NOT_OURS = Raises(("ValueError",), "offload_states is for the optimizers of deeptide")

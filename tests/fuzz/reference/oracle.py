@@ -21,6 +21,7 @@ from reference.expected import (
     NO_OWN_GROUP,
     NO_STATE,
     NO_STATE_DICT,
+    NO_SUCH_MODEL,
     NO_SYNC,
     NOT_AWAY,
     NOT_MOVED,
@@ -386,7 +387,7 @@ def rebuild(life, act, saves, but=()):
     if within or any(rank.sums for rank in life.ranks):
         life.enter(lambda rank: NOT_REBUILT if within or rank.sums else REBUILD_OF_ANOTHER | kept)
     life.enter(lambda rank: kept)
-    return counters(life, act, saves)
+    return NO_SUCH_MODEL if act.get("refused") else counters(life, act, saves)
 
 
 def offload_states(life, act, saves):
