@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""Asks the interface's engine about its configuration: for each question, DeepSpeed's default and another answer."""
+"""Asks the interface's engine about its configuration: for each question, the default and another answer."""
 
 import sys
 
@@ -91,7 +91,7 @@ GIVEN = {
     "zero_force_ds_cpu_optimizer": False,
     "zero_optimization": ZERO,
 }
-# {question: (DeepSpeed's default, the answer for GIVEN)}
+# {question: (the answer for an empty configuration, that for GIVEN)}
 ANSWERS = {
     "aio_config": (None, {"block_size": 91}),
     "amp_enabled": (False, True),
