@@ -46,8 +46,8 @@ def train(engine, first=0, last=2):
     return losses
 
 
-def native_losses(stage, steps):
-    engine, *_ = deeptide.initialize(model=models.make_model(), config=models.config(stage))
+def native_losses(stage, steps, **extra):
+    engine, *_ = deeptide.initialize(model=models.make_model(), config=models.config(stage, **extra))
     losses = train(engine, 0, steps)
     engine.destroy()
     return losses
@@ -407,14 +407,19 @@ def check_optimizers():
         engine, optimizer, *_ = deepspeed.initialize(model=model, config=config, optimizer=make(groups, **values))
         assert train(engine) == expected, make
         assert optimizer.param_groups[0]["lr_mult"] == 1.0
-    for make in (
-        deepspeed.ops.lion.FusedLion,
-        deepspeed.ops.adagrad.DeepSpeedCPUAdagrad,
-        deepspeed.ops.lamb.fused_lamb.FusedLamb,
+    seen = {tuple(native_losses(0, 4))}
+    for make, name, defaults in (
+        (deepspeed.ops.lion.FusedLion, "Lion", {"betas": [0.9, 0.999]}),
+        (deepspeed.ops.adagrad.DeepSpeedCPUAdagrad, "Adagrad", {"eps": 1e-10}),
+        (deepspeed.ops.lamb.fused_lamb.FusedLamb, "Lamb", {"betas": [0.9, 0.999], "eps": 1e-8}),
     ):
         model = models.make_model()
         engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=make(model.parameters(), lr=1e-3))
-        assert train(engine)[1] < expected[0] + 1
+        params = {"lr": 1e-3, "weight_decay": 0.0, **defaults}
+        expected = native_losses(0, 4, optimizer={"type": name, "params": params})
+        assert train(engine, 0, 4) == expected, name
+        assert tuple(expected) not in seen, name
+        seen.add(tuple(expected))
     with pytest.raises(deeptide.ConfigError, match="amsgrad=True is not supported"):
         deepspeed.ops.adam.FusedAdam(model.parameters(), amsgrad=True)
     with pytest.raises(RuntimeError, match="whose engine steps"):

@@ -312,6 +312,22 @@ def test_loader_follows_the_curriculum_and_resumes_exactly(sampling, workers, tm
     assert seen[0] == {"mod": 2} and len(seen) == 11
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_position_that_is_restored_moves_the_loaders_iteration_under_way(sampling, workers):
+    whole = [batch[:, 0].tolist() for batch in start_with_data(sampling)[1]]
+    loader = start_with_data(sampling, workers)[1]
+    seen, saved = [], None
+    for batch in loader:
+        seen.append(batch[:, 0].tolist())
+        if len(seen) == 3:
+            saved = loader.state_dict()
+        if len(seen) == 6:
+            loader.load_state_dict(saved)
+            assert loader.state_dict()["consumed_samples"] == saved["consumed_samples"]
+    assert seen == whole[:6] + whole[3:]
+    assert list(loader) == []
+
+
 def test_loader_of_another_kind_refuses_the_position(sampling, tmp_path):
     engine, _ = start_with_data(sampling)
     engine.save_checkpoint(tmp_path)

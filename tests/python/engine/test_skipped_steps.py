@@ -69,6 +69,28 @@ def test_forward_and_backward_are_told_apart_on_every_rank():
     assert run_ranks(2, run) == [[(False, 1, "forward"), (False, 1, "backward")]] * 2
 
 
+@pytest.mark.parametrize("stage", range(4))
+def test_a_loss_that_zero_grad_dropped_is_not_blamed_for_a_later_gradient(stage):
+    """The loss is infinite and its gradient finite: without zero_grad it is the one to blame."""
+
+    def run(world, drops):
+        engine = start(world, stage)
+        seen = []
+        for _ in range(2):
+            tokens, targets = models.batches(1, 4)[0]
+            engine.backward(engine(tokens, targets) + (INF if world.rank == 1 else 0.0))
+            if drops:
+                engine.zero_grad()
+            loss = engine(tokens, targets)
+            engine.backward(Explodes.apply(loss) if world.rank == 1 else loss)
+            outcome = engine.step()
+            seen.append((outcome.applied, outcome.rank, outcome.phase))
+        return seen
+
+    assert run_ranks(2, run, True) == [[(False, 1, "backward")] * 2] * 2
+    assert run_ranks(2, run, False) == [[(False, 1, "forward")] * 2] * 2
+
+
 @pytest.mark.parametrize("bf16", [False, True])
 def test_raise_comes_after_the_limit_and_changes_nothing(bf16):
     def run(world):

@@ -353,15 +353,19 @@ def test_bad_values_are_named(type, key, value):
         deeptide.initialize(model=models.make_model(), config=config)
 
 
-class Branches(torch.nn.Module):
-    """An embedding of which some rows are used late and some never, and a branch that is taken late."""
+WAYS = ["not taken", "frozen", "not there"]
 
-    def __init__(self):
+
+class Branches(torch.nn.Module):
+    """An embedding of which some rows are used late and some never, and a branch that is at first as `way` says."""
+
+    def __init__(self, way="not taken"):
         super().__init__()
         with models._seeding:
             torch.manual_seed(5)
             self.rows = torch.nn.Embedding(12, 8)
-            self.branch = torch.nn.Linear(8, 8)
+            branch = torch.nn.Linear(8, 8).requires_grad_(way != "frozen")
+            self.branch = None if way == "not there" else branch
             self.head = torch.nn.Linear(8, 1)
 
     def forward(self, tokens, late):
@@ -369,28 +373,50 @@ class Branches(torch.nn.Module):
         return self.head(torch.tanh(self.branch(x)) if late else x).square().mean()
 
 
+def reach_branch(engine, way):
+    """Makes the branch one that is trained, wherever it was not."""
+    if way == "frozen":
+        engine.module.branch.requires_grad_(True)
+    elif way == "not there":
+        engine.module.branch = Branches().branch
+    if way != "not taken":
+        engine.rebuild()
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("type", ["OneBitAdam", "OneBitLamb", "ZeroOneAdam"])
-def test_what_is_first_reached_after_signs_began_moves_by_about_the_rate(type):
-    """It has no variance: divided by one of 0, a mean of signs would throw it far off."""
+def test_what_is_first_reached_after_signs_began_moves_by_about_the_rate(type, way):
+    """It has no variance: divided by one of 0, a mean of signs would throw it far off, and then all the others.
+
+    The others move by the rate times a mean of signs, which is at most the largest momentum of the parameter, over the
+    root of a variance. Rows have momenta up to 2e-2 and roots from 4e-4 on, the head 0.2 and 8e-3: up to 50 rates.
+    """
+    rate = 1e-3
 
     def run(world):
-        engine = start(world, type, params={"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.0}, model=Branches())
-        model = engine.module
+        model = Branches(way)
+        engine = start(world, type, params={"lr": rate, "eps": 1e-8, "weight_decay": 0.0}, model=model)
         for step in range(12):
             late = step >= 6
+            if step == 6:
+                reach_branch(engine, way)
             tokens = torch.arange(4) + 4 * late + world.rank
             before = [p.detach().clone() for p in model.parameters()]
             engine.backward(engine(tokens, late))
             assert engine.step()
-            for p, b in zip(model.parameters(), before, strict=True):
-                unreached = utils.safe_get_full_optimizer_state(p, "exp_avg_sq") == 0
-                assert (p.detach() - b)[unreached].abs().le(2e-3).all(), step
+            for (name, p), b in zip(model.named_parameters(), before, strict=True):
+                moved = (p.detach() - b).abs()
+                assert moved.le(50 * rate).all(), (step, name)
+                if p.requires_grad:
+                    unreached = utils.safe_get_full_optimizer_state(p, "exp_avg_sq") == 0
+                    assert moved[unreached].le(2 * rate).all(), (step, name)
         state = {name: p.detach().clone() for name, p in model.named_parameters()}
         engine.destroy()
         return state
 
     one, other = run_ranks(2, run)
     start_values = dict(Branches().named_parameters())
+    assert one.keys() == start_values.keys()
     for name, value in one.items():
         assert torch.equal(value, other[name]), name
         assert not torch.equal(value, start_values[name]), name

@@ -357,24 +357,31 @@ def test_the_configuration_chooses_the_type_of_buffers(how):
     engine.destroy()
 
 
-def write_on_one_rank():
+def write_on_one_rank(world=None):
     for stage, bf16, shared in itertools.product(STAGES, [False, True], [False, True]):
-        engine = start(stage=stage, bf16=bf16, deeptide={"shared_memory": shared})
+        engine = start(world, stage, bf16=bf16, deeptide={"shared_memory": shared})
         rank = engine.global_rank
         train(engine, rank=rank)
         weight = engine.module.second.weight
-        with deeptide.zero.GatheredParameters(engine.module.parameters(), modifier_rank=1):
-            weight.data.fill_(0.25 + rank)
-        with deeptide.zero.GatheredParameters([weight]):
-            assert (weight.data == 1.25).all(), (stage, bf16, shared)
-        assert (utils.safe_get_full_fp32_param(weight) == 1.25).all(), (stage, bf16, shared)
-        train(engine, rank=rank, first=1)
-        assert not (weight.detach() == 1.25).all(), (stage, bf16, shared)
+        for modifier in (0, 1):
+            told, expected = (stage, bf16, shared, modifier), 0.25 + modifier
+            with deeptide.zero.GatheredParameters(engine.module.parameters(), modifier_rank=modifier):
+                weight.data.fill_(0.25 + rank)  # all elements, on every rank
+            with deeptide.zero.GatheredParameters([weight]):
+                assert (weight.data == expected).all(), told
+            assert (utils.safe_get_full_fp32_param(weight) == expected).all(), told
+            train(engine, rank=rank, first=1 + modifier)
+            assert not (weight.detach() == expected).all(), told
         engine.destroy()
 
 
-def test_one_ranks_writes_within_gathered_parameters_reach_all():
-    run_processes(2, write_on_one_rank, preload=("deeptide",))
+@pytest.mark.parametrize("ranks_are", ["processes", "threads"])
+def test_one_ranks_writes_within_gathered_parameters_reach_all(ranks_are):
+    """Rank 0's too. Processes have torch.distributed, threads do without it."""
+    if ranks_are == "processes":
+        run_processes(2, write_on_one_rank, preload=("deeptide",))
+    else:
+        run_ranks(2, write_on_one_rank)
 
 
 def test_a_deep_copy_made_after_initialize_is_the_programs_own():

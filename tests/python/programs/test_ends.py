@@ -110,16 +110,23 @@ def test_a_script_ends_as_it_says(command, how, tmp_path):
 
 
 FORK = """
+def is_refused(use):
+    try:
+        use()
+    except ValueError as error:
+        return 'was forked from process' in str(error)
+    return False
+
+state = lambda: deeptide.utils.safe_get_full_optimizer_state(next(model.parameters()), "exp_avg")
 child = os.fork()
 if child == 0:
-    try:
-        engine.step()
-    except ValueError as error:
-        right = 'was forked from process' in str(error)
+    signal.alarm(120)  # a wait for a thread that is not here has no end
+    right = is_refused(engine.step) and is_refused(state)
     del engine, model
     sys.exit(0 if right else 3)
 assert os.waitpid(child, 0)[1] == 0
 train(model, engine)
+assert state().isfinite().all()
 """
 IN_FILES = {"device": "nvme", "nvme_path": "FOLDER"}
 # Each has threads, rings or mappings that others lack: side threads that sum, shared memory, gathers, files.
