@@ -67,9 +67,10 @@ void throw_in_python(const CommError& error) {
   throw py::error_already_set();
 }
 
-/// A rank that waits with the interpreter's lock would keep other threads' ranks from ever arriving.
+/// A rank that waits with the interpreter's lock would keep other threads' ranks from ever arriving. While the
+/// interpreter ends, PyGILState_Check says of every thread that it has the lock: a thread that still computes has not.
 void wait_without_gil(const std::function<void()>& wait) {
-  if (PyGILState_Check() != 0) {
+  if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) {
     const py::gil_scoped_release no_gil;
     wait();
   } else {

@@ -234,10 +234,14 @@ class EngineAnswers:
     @property
     def communication_data_type(self) -> torch.dtype:
         """The type that the configuration names, else the one in which parameters compute."""
-        named = str(self.given_config.get("communication_data_type")).lower()
-        names = {"fp16": torch.float16, "bf16": torch.bfloat16, "bfp16": torch.bfloat16, "fp32": torch.float32}
-        if named in names:
-            return names[named]
+        named = str(self.given_config.get("communication_data_type")).lower().removeprefix("torch.")
+        for dtype, names in (
+            (torch.float16, ("fp16", "float16", "half")),
+            (torch.bfloat16, ("bf16", "bfloat16")),
+            (torch.float32, ("fp32", "float32", "float")),
+        ):
+            if named in names:
+                return dtype
         return torch.float16 if self._config.fp16 else torch.bfloat16 if self._config.bf16 else torch.float32
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:

@@ -109,6 +109,34 @@ def test_a_script_ends_as_it_says(command, how, tmp_path):
             assert code or not done.stderr, done.stderr
 
 
+IN_BACKWARD = """
+model, engine = make(STAGE)
+begun = threading.Event()
+def work():
+    try:
+        while True:
+            loss = model(torch.randn(2, 8)).square().mean()
+            begun.set()
+            engine.backward(loss)
+    except RuntimeError:  # of a rank whose peer has ended
+        pass
+threading.Thread(target=work, daemon=True).start()
+begun.wait()
+dist.all_reduce(torch.ones(9))
+"""
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_script_ends_beside_a_thread_in_the_engines_backward(command, stage, tmp_path):
+    """Its rank waits for others that have ended: c10d may tell of lost connections."""
+    script = tmp_path / "train.py"
+    script.write_text(BEGINNING + IN_BACKWARD.replace("STAGE", str(stage)))
+    with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
+        for done in pool.map(lambda _: _run(command, script), range(RUNS)):
+            assert done.returncode == 0, done.stderr
+            assert "terminate called" not in done.stderr and "Fatal" not in done.stderr, done.stderr
+
+
 FORK = """
 def is_refused(use):
     try:
