@@ -84,20 +84,27 @@ def init_distributed(
     )
 
 
-def _device_groups(world: _C.World, device: torch.device, timeout_s: float | None) -> tuple[dist.ProcessGroup, ...]:
-    """Makes the groups that carry device tensors: parameters and gradients each in one of their own.
-
-    Ranks that take different branches may issue a gather and a reduction in different orders. `timeout_s`: of a
-    collective; None: torch's.
-    """
-    if device.type in ("cpu", "meta") or world.size == 1:  # the core refuses tensors without memory
-        return ()
+def _backend_of_groups(device: torch.device) -> str | None:
+    """The backend of the groups for the device's tensors; None: it needs none. Errors: ConfigError if there is none."""
+    if device.type in ("cpu", "meta") or dist.get_world_size() == 1:  # the core refuses tensors without memory
+        return None
     backend = dist.Backend.default_device_backend_map.get(device.type)
     if backend is None:
         raise ConfigError(
             f"the model is on {device}, but torch.distributed has no backend for the device type '{device.type}'; "
             "import the package that registers one (dist.Backend.register_backend), or pass a world"
         )
+    return backend
+
+
+def _device_groups(
+    world: _C.World, device: torch.device, backend: str, timeout_s: float | None
+) -> tuple[dist.ProcessGroup, ...]:
+    """Makes the groups that carry device tensors: parameters and gradients each in one of their own.
+
+    Ranks that take different branches may issue a gather and a reduction in different orders. `timeout_s`: of a
+    collective; None: torch's.
+    """
     if device.index is None:
         device = torch.device(device.type, torch.accelerator.current_device_index())
     groups = []
@@ -120,6 +127,7 @@ def _from_torch_distributed(
     device: torch.device, timeout_s: float | None
 ) -> tuple[_C.World, tuple[dist.ProcessGroup, ...]]:
     """Returns the world of the default group's ranks, and the groups that were made for its device tensors."""
+    backend = _backend_of_groups(device)  # before others are asked: ranks that are refused end, and the store with them
     # All ranks create a group's engines in the same order, so the same number means the same engine everywhere. It is
     # counted where the group meets: a rank may have made other engines before, in a group of others.
     common = dist.distributed_c10d._get_default_store()
@@ -128,7 +136,7 @@ def _from_torch_distributed(
     world = _C.make_world(store, dist.get_rank(), dist.get_world_size())
     world.local_rank = int(os.environ.get("LOCAL_RANK", device.index or 0))
     world.source = "torch.distributed"
-    return world, _device_groups(world, device, timeout_s)
+    return world, () if backend is None else _device_groups(world, device, backend, timeout_s)
 
 
 def find_world(
