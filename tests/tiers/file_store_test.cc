@@ -280,13 +280,19 @@ int refuse() {
   return g_refusals-- % 2 == 0 ? EAGAIN : EBUSY;
 }
 
+/// The caller closes it.
+int unnamed_file(const std::string& name) {
+  const std::string path = ::testing::TempDir() + "/" + name;
+  const int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+  ::unlink(path.c_str());
+  return fd;
+}
+
 TEST(RingQueue, GoesOnAfterWhatTheKernelPutsOff) {
   const auto queue = io::make_ring_queue(2, {&refuse});
   if (!queue) GTEST_SKIP() << "no io_uring here";
-  const std::string path = ::testing::TempDir() + "/deeptide_ring_test";
-  const int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+  const int fd = unnamed_file("deeptide_ring_test");
   ASSERT_GE(fd, 0);
-  ::unlink(path.c_str());
   std::string written = "what the file keeps", read(written.size(), ' ');
   const auto bytes = static_cast<int64_t>(written.size());
   g_refusals = 3;
@@ -318,10 +324,8 @@ int g_answers = 0;
 int put_off(int result) { return g_answers < 3 ? g_put_off[g_answers++] : result; }
 
 TEST(RingQueue, StartsAgainWhatTheKernelPutsOffAndEndsWithIt) {
-  const std::string path = ::testing::TempDir() + "/deeptide_ring_results_test";
-  const int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+  const int fd = unnamed_file("deeptide_ring_results_test");
   ASSERT_GE(fd, 0);
-  ::unlink(path.c_str());
   std::string written = "what the file keeps", read(written.size(), ' ');
   const auto bytes = static_cast<int64_t>(written.size());
   auto queue = io::make_ring_queue(2, {&refuse, &put_off});
