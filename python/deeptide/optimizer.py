@@ -111,7 +111,7 @@ class DeeptideOptimizer(torch.optim.Optimizer):
         try:
             engine.rebuild()
         except BaseException:
-            self.plan.starts.pop(id(self.param_groups.pop()), None)
+            self.param_groups.pop()
             raise
 
     def state_dict(self) -> NoReturn:
