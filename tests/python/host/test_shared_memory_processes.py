@@ -26,12 +26,15 @@ from deeptide import _C
 
 
 def proportional_bytes():
-    """This process's share of what it holds: pages of several processes count in parts."""
+    """This process's share of the memory that it holds: pages of several processes count in parts.
+
+    Without files: its share of a library grows whenever any other process that has loaded it ends.
+    """
     gc.collect()
     _C.release_idle_cpu_memory()
     ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/smaps_rollup") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("Pss:"))
+        return sum(int(line.split()[1]) * 1024 for line in file if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
 
 
 class Large(torch.nn.Module):
