@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which third of the costly work is this commit's: tools/turns.py turn | tests | layers.
+"""Which part of the costly work is this commit's: tools/turns.py turn | tests | sanitizer | layers.
 
-CI runs a third of the costly grids, and the sanitizers over a third of the layers, chosen by the number of commits: of
-three runs in a row each takes another third. What a change touched runs whole, whatever its turn; of layers, as many
-again at most: those with the most changed files.
+CI runs a third of the costly grids, and one sanitizer over a third of the layers, chosen by the number of commits: of
+three runs in a row each takes another third, of six each another third or another sanitizer. What a change touched runs
+whole, whatever its turn; of layers, as many again at most: those with the most changed files.
 
-turn    prints 0, 1 or 2
-tests   prints the test files of tests/python that changed, or that read sources which did
-layers  prints the layers whose tests the sanitizers run
+turn       prints the number of commits: a third is its remainder of 3, and files take their turns in its order
+tests      prints the test files of tests/python that changed, or that read sources which did
+sanitizer  prints asan or tsan
+layers     prints the layers whose tests the sanitizer runs
 
 Fixtures, CI's own script and this one belong to all tests, as much of the product does; a third of everything meets a
 change of them at once, and the rest within two runs.
@@ -22,13 +23,19 @@ from collections.abc import Sequence
 import tidy
 
 TURNS = 3
+SANITIZERS = ("asan", "tsan")
 OF_ALL_LAYERS = ("CMakeLists.txt", "cmake/")  # flags, by which any layer is built
 READS_SOURCES = {"tests/python/front/test_stub.py": "python/deeptide/"}  # a test, and the sources that it reads
 
 
 def main(arguments: Sequence[str]) -> int:
     """Prints what was asked for; returns the exit code."""
-    answers = {"turn": lambda: [str(turn())], "tests": changed_tests, "layers": layers_of_turn}
+    answers = {
+        "turn": lambda: [str(turn())],
+        "tests": changed_tests,
+        "sanitizer": lambda: [SANITIZERS[turn() % len(SANITIZERS)]],
+        "layers": layers_of_turn,
+    }
     if len(arguments) != 1 or arguments[0] not in answers:
         print(__doc__, file=sys.stderr)
         return 2
@@ -37,8 +44,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def turn() -> int:
-    """Returns whose turn it is: commits that follow each other have different ones."""
-    return int(tidy.git("rev-list", "--count", "HEAD")) % TURNS
+    """Returns the number of commits."""
+    return int(tidy.git("rev-list", "--count", "HEAD"))
 
 
 def changed_tests() -> list[str]:
@@ -55,7 +62,7 @@ def layers_of_turn() -> list[str]:
     layers = sorted(path.parent.name for path in (tidy.ROOT / "tests").glob("*/CMakeLists.txt"))
     if any(name.startswith(OF_ALL_LAYERS) for name in changed):
         return layers
-    due = {layer for number, layer in enumerate(layers) if number % TURNS == turn()}
+    due = {layer for number, layer in enumerate(layers) if number % TURNS == turn() % TURNS}
     touched = collections.Counter(layer for name in changed if (layer := name.split("/")[1]) in layers)
     most = [layer for layer, _ in touched.most_common() if layer not in due]
     return sorted(due.union(most[: len(due)]))

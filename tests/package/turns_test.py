@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tests and layers tools/turns.py gives a commit: a third each, and whole what changed."""
 
+import contextlib
+import io
 import sys
 import unittest
 from pathlib import Path
@@ -31,6 +33,16 @@ class Turns(unittest.TestCase):
         built = {path.parent.name for path in (turns.tidy.ROOT / "tests").glob("*/CMakeLists.txt")}
         self.assertEqual(set().union(*parts), built)
         self.assertEqual(sum(map(len, parts)), len(built))
+
+    def test_of_six_commits_in_a_row_show_every_layer_to_both_sanitizers(self):
+        shown = set()
+        for commits in range(8, 14):
+            due = self.layers([], commits)
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                self.assertEqual(turns.main(["sanitizer"]), 0)
+            shown.update((out.getvalue().strip(), layer) for layer in due)
+        built = {path.parent.name for path in (turns.tidy.ROOT / "tests").glob("*/CMakeLists.txt")}
+        self.assertEqual(shown, {(sanitizer, layer) for sanitizer in ("asan", "tsan") for layer in built})
 
     def test_are_whole_for_what_changed(self):
         for commits in range(3):

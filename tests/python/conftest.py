@@ -68,7 +68,7 @@ def _check_expected_errors():
 _check_expected_errors()
 
 
-_DUE = pytest.StashKey()  # when a case of this turn begins at the latest
+_TURN = pytest.StashKey()  # of a case that has turns
 
 
 def _combinations(item, thorough):
@@ -108,36 +108,71 @@ def _kept(items, thorough):
     return {item for grid in grids.values() for item in _cover(grid, thorough)}
 
 
-def _is_due(item, turn, whole):
-    """Whether a costly case is in this turn's third, or stands in a file that is to run whole."""
-    path = item.path.relative_to(item.config.rootpath).as_posix()
-    return zlib.crc32(item.nodeid.encode()) % 3 == turn or path.startswith(whole)
+class _Turn:
+    """The cases of a turn beyond those of every run: a third of them, and all of files that are to run whole.
+
+    They come last in each process: whole files, then the others' in an order that each turn makes anew, so that what a
+    slow machine has no time for is another part each time.
+    """
+
+    _begun = None  # when the first of them did, here
+
+    def __init__(self, number, whole, seconds):
+        self._number, self._whole, self._seconds = number, whole, seconds
+
+    def has(self, item):
+        return zlib.crc32(item.nodeid.encode()) % 3 == self._number % 3 or self._is_whole(item)
+
+    def order(self, item):
+        return not self._is_whole(item), zlib.crc32(f"{self._number} {self._path(item)}".encode())
+
+    def has_time(self):
+        self._begun = self._begun or time.monotonic()
+        return time.monotonic() - self._begun <= self._seconds
+
+    def _is_whole(self, item):
+        return self._path(item).startswith(self._whole)
+
+    @staticmethod
+    def _path(item):
+        return item.path.relative_to(item.config.rootpath).as_posix()
+
+
+def _dealt(first, last):
+    """Orders tests so that each process, which begins with as many neighbours as every other, has its share of both."""
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    share = -(-len(first) // processes)
+    return [item for i in range(processes) for item in (*first[i * share : (i + 1) * share], *last[i::processes])]
 
 
 def pytest_collection_modifyitems(config, items):
     """Leaves out slow tests and most cases of large grids.
 
     THOROUGH=1: most cases of those grids alone that are large and costly. THOROUGH=2, or a test named by itself: none.
-    TURN=0, 1 or 2 with THOROUGH=1: a third of what THOROUGH=0 leaves out, and all of the files and folders in CHANGED.
-    TURN_SECONDS with TURN: none of these begins later in the run than that; they are skipped, and so counted.
+    TURN=n with THOROUGH=1: the (n mod 3)rd third of what THOROUGH=0 leaves out, and the files and folders in CHANGED.
+    TURN_SECONDS with TURN: none of these begins later than that after the first; they are skipped, and so counted.
     """
     level = os.environ.get("THOROUGH", "0")
     if level == "2" or any("::" in argument for argument in config.args):
         return
     kept = _kept(items, thorough=level == "1")
     if level == "1" and "TURN" in os.environ:
-        always, whole = _kept(items, thorough=False), tuple(os.environ.get("CHANGED", "").split())
-        kept = {item for item in kept if item in always or _is_due(item, int(os.environ["TURN"]), whole)} | always
-        items.sort(key=lambda item: item not in always)
-        for item in kept - always:
-            item.stash[_DUE] = time.monotonic() + float(os.environ.get("TURN_SECONDS", "inf"))
+        seconds, whole = os.environ.get("TURN_SECONDS", "inf"), os.environ.get("CHANGED", "").split()
+        turn = _Turn(int(os.environ["TURN"]), tuple(whole), float(seconds))
+        always = _kept(items, thorough=False)
+        rest = sorted((item for item in items if item in kept - always and turn.has(item)), key=turn.order)
+        for item in rest:
+            item.stash[_TURN] = turn
+        kept = always.union(rest)
+        items.sort(key=lambda item: item not in kept)
+        items[: len(kept)] = _dealt([item for item in items if item in always], rest)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 
 
 def pytest_runtest_setup(item):
     """Skips a case of this turn for which no time is left."""
-    if time.monotonic() > item.stash.get(_DUE, float("inf")):
+    if _TURN in item.stash and not item.stash[_TURN].has_time():
         pytest.skip("no time left for this turn's cases")
 
 

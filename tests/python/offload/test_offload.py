@@ -21,7 +21,7 @@ OPTIMIZERS = {
     "Lion": {"lr": 1e-3},
     "Adagrad": {"lr": 1e-2},
     "Lamb": {"lr": 1e-2},
-    "Muon": {"muon_lr": 1e-2, "adam_lr": 1e-3},
+    "Muon": {"muon_lr": 1e-2, "adam_lr": 1e-3, "ns_steps": 1},
     "OneBitAdam": {"lr": 1e-3, "freeze_step": 3},
     "OneBitLamb": {"lr": 1e-3, "freeze_step": 3},
 }

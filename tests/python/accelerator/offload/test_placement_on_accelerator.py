@@ -111,8 +111,9 @@ def gradients_at(**tiers):
 def compare_gradients(stage, bf16, type):
     """The place of sums changes no bit of a device's steps."""
     controls = begin()
-    params = {"lr": 1e-2, "eps": 1e-5} if type == "AdamW" else {"lr": 1e-2}
-    settings = {"bf16": bf16, "gradient_clipping": 0.01, "optimizer": {"type": type, "params": params}}
+    more = {"AdamW": {"eps": 1e-5}, "Muon": {"ns_steps": 1}}.get(type, {})
+    optimizer = {"type": type, "params": {"lr": 1e-2, **more}}
+    settings = {"bf16": bf16, "gradient_clipping": 0.01, "optimizer": optimizer}
     controls.configure("random")
     expected = results_of(DEVICE, stage, gas=2, **settings)
     for schedule in ("late_default", "late_others", "random"):
