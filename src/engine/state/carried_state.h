@@ -37,10 +37,10 @@ struct WholeValue {
   at::Tensor value;
 };
 
-/// The rest of an engine: only the one as it was can take it back, and does if the model is refused.
+/// The rest of an engine, for the one as it was, if the model is refused.
 struct CarriedAsBefore {
   std::vector<ParameterGroup> groups;  // with the hyper-parameters where the schedule starts
-  std::vector<at::Tensor> errors;      // Impl::errors
+  std::vector<at::Tensor> errors;      // Impl::errors; any engine whose units are cut alike takes them, too
   Rewind::Kept rewind;
 };
 

@@ -191,8 +191,6 @@ void Engine::Impl::restore_as_before(const CarriedState& carried) {
   at::NoGradGuard no_grad;
   progress.hyperparameters = carried.progress.hyperparameters;
   adopt_state(carried);
-  const std::vector<Tensor> now = errors();
-  for (size_t i = 0; i < now.size(); ++i) now[i].copy_(carried.as_before.errors[i]);
   if (rewind) rewind->take_over(carried.as_before.rewind);
 }
 
@@ -204,14 +202,19 @@ void Engine::Impl::adopt_state(const CarriedState& carried) {
   next.hyperparameters = progress.hyperparameters;
   next.parameter_steps.clear();
   next.parameter_numbers.clear();
+  size_t next_carried = 0;  // as long as each parameter lies where it did
+  bool is_cut_as_before = true;
   for (int unit = 0; optimizer && unit < optimizer->states().num_units(); ++unit) {
     const zero::OptimizerStates& states = optimizer->states();
     for (const Parameter& p : states.unit(unit).parameters()) {
       const CarriedParameter* before = carried.find(p);
       if (!before) {
         next.parameter_steps[p.name] = 0;
+        is_cut_as_before = false;
         continue;
       }
+      is_cut_as_before = is_cut_as_before && before == carried.parameters.data() + next_carried++ &&
+                         before->offset == p.offset && before->shard == states.unit(unit).layout().shard;
       const auto steps = carried.progress.parameter_steps.find(before->name);
       if (steps != carried.progress.parameter_steps.end()) next.parameter_steps[p.name] = steps->second;
       const auto numbers = carried.progress.parameter_numbers.find(before->name);
@@ -226,6 +229,9 @@ void Engine::Impl::adopt_state(const CarriedState& carried) {
   }
   stepper->restore(next, /*moments=*/optimizer != nullptr, /*schedule=*/true);
   stepper->set_boundary(carried.boundary);
+  if (!is_cut_as_before || next_carried != carried.parameters.size()) return;
+  const std::vector<Tensor> now = errors();
+  for (size_t i = 0; i < now.size(); ++i) now[i].copy_(carried.as_before.errors[i]);
 }
 
 void Engine::rebuild(const ModelDescription& model, const InitOptions& options) {

@@ -318,20 +318,26 @@ BESIDE_STATES = {
 }
 
 
-@pytest.mark.parametrize("what", BESIDE_STATES)
-def test_a_refused_rebuild_keeps_what_lies_beside_states(what):
+REBUILDS = [(what, True) for what in BESIDE_STATES] + [(w, False) for w in BESIDE_STATES if w != "a state to return to"]
+
+
+@pytest.mark.parametrize("case", REBUILDS, ids=str)
+def test_a_rebuild_of_the_same_model_keeps_what_lies_beside_states(case):
+    what, refused = case
     stage, settings = BESIDE_STATES[what]
     steps = 0 if what == "a rate of 0" else 3
 
-    def program(world, refuse):
+    def program(world, rebuilds):
         engine = start(world, stage, **settings)
         if steps:
             edges.train(engine, steps, rank=world.rank)
-        if refuse:
+        if rebuilds and refused:
             add_double(engine.module)
             with pytest.raises(ValueError, match=r"'third\.weight' .*Double"):
                 engine.rebuild()
             del engine.module.third
+        elif rebuilds:
+            engine.rebuild()
         returned_to = None
         if what == "a state to return to":
             engine.backward(engine(edges.inputs()).square().mean() * float("nan"))
@@ -343,9 +349,9 @@ def test_a_refused_rebuild_keeps_what_lies_beside_states(what):
             rates.append(engine.get_lr())
         return models.everything(engine), rates, returned_to
 
-    for refused, expected in zip(run_ranks(2, program, True), run_ranks(2, program, False), strict=True):
-        models.assert_same(refused[0], expected[0])
-        assert refused[1:] == expected[1:]
+    for rebuilt, expected in zip(run_ranks(2, program, True), run_ranks(2, program, False), strict=True):
+        models.assert_same(rebuilt[0], expected[0])
+        assert rebuilt[1:] == expected[1:]
 
 
 def test_a_refused_group_leaves_no_rate_behind():
