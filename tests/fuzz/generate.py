@@ -33,6 +33,7 @@ class Generator:
         self.sights = random.Random(f"sights {seed}")  # of what observes a run, likewise
         self.kept = random.Random(f"activations {seed}")  # of what blocks keep for backward, likewise
         self.devices = random.Random(f"devices {seed}")  # of what engines run on, likewise
+        self.gathered = random.Random(f"gathered {seed}")  # of writes within GatheredParameters, likewise
         self.alike = self.draw.random() < 0.4  # whether ranks do the same, each with its own batches
 
     def program(self, on_accelerator=None):
@@ -331,6 +332,8 @@ class Generator:
 
     def _write(self):
         act = {"act": "write", "name": self._name(), "way": self.draw.choice(WRITES), "seed": self._seed()}
+        if self.gathered.random() < 0.15:
+            act |= {"way": "gathered", "modifier": self.gathered.randrange(self.world)}
         if self.draw.random() < 0.3:
             return [self._forward("a"), act, self._backward("a"), self._step()]
         return [act]
@@ -412,14 +415,8 @@ class Generator:
     def _hyper(self):
         values = [self.draw.choice([0.005, 0.01, 0.03]) for _ in range(self.world)]
         value = values if self.draw.random() < 0.3 else values[0]
-        return [
-            {
-                "act": "hyper",
-                "group": self.draw.randrange(2),
-                "key": self.draw.choice(["lr", "weight_decay"]),
-                "value": value,
-            }
-        ]
+        act = {"act": "hyper", "group": self.draw.randrange(2), "key": self.draw.choice(["lr", "weight_decay"])}
+        return [{**act, "value": value}]
 
     def _join(self):
         counts = [self.draw.randrange(4) for _ in range(self.world)]

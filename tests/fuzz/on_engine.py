@@ -58,6 +58,10 @@ class EngineRank(acts.Rank):
         """Whose methods an act calls: the engine's, the returned optimizer's, or those of the one that was given."""
         return {"engine": self.engine, "optimizer": self.returned, "given": self.given}[act.get("via", "engine")]
 
+    def write_gathered(self, parameter, seed, modifier):
+        with deeptide.zero.GatheredParameters([parameter], modifier_rank=modifier):
+            parameter.data.copy_(acts.values_for(parameter, seed + self.rank))
+
     def perform(self, act):
         if act["act"] in acts.ACTS:
             return super().perform(act)

@@ -35,6 +35,10 @@ class Rank:
     def backward(self, loss, act):
         raise NotImplementedError
 
+    def write_gathered(self, parameter, seed, modifier):
+        """Writes what the rank `modifier` has; each rank has other values."""
+        parameter.copy_(values_for(parameter, seed + modifier))
+
     def draw(self, act):
         """The numbers of the samples that the loader gives next, or None without a loader."""
         raise NotImplementedError
@@ -246,6 +250,9 @@ def write(rank, act):
         rank.model.load_state_dict({act["name"]: values_for(parameter, act["seed"])}, strict=False)
         return {}
     with torch.no_grad():
+        if way == "gathered":
+            rank.write_gathered(parameter, act["seed"], act["modifier"])
+            return {}
         (ABSOLUTE.get(way) or RELATIVE[way])(parameter, act["seed"])
     return {}
 

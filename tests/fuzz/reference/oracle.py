@@ -148,11 +148,19 @@ def _check_defined(life, act, avoid):
         raise UndefinedError("the gradient of a weight that was written since its forward, and of which nothing tells")
     if life.away and act["act"] not in ("clone", "read_raw") and act.get("mode", "train") == "train":
         raise UndefinedError("what trains while states are away")
+    if act.get("way") == "gathered" and any(_is_its_own(rank, act["name"]) or rank.losses for rank in life.ranks):
+        raise UndefinedError("what a gathered write makes of the program's own memory, and of graphs from before")
     if act["act"] == "swap" and act["way"] == "double":
         for rank in life.ranks:
             rank.rehung.add(act["name"])
     if act["act"] in ("model_zero_grad", "set_grad") and any(rank.rehung for rank in life.ranks):
         raise UndefinedError("where the gradient of a parameter is that had another type meanwhile")
+
+
+def _is_its_own(rank, name):
+    """Whether the parameter, or its memory, is one that the engine does not have."""
+    is_known = rank.parameter(name) is rank.bound.get(name)
+    return not is_known or name in rank.put_aside or name in rank.rehung
 
 
 def _check_recomputed(life, act):
