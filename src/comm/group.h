@@ -60,7 +60,8 @@ class Group;
 /// A wait that its caller leaves and takes up again, to do something else between. `pending` outlives it.
 class Wait {
  public:
-  Wait(Group& group, Pending& pending, Site site);
+  /// `peer`: whose part alone is waited for; none: every rank of the team has one.
+  Wait(Group& group, Pending& pending, Site site, std::optional<int> peer = {});
   /// Works for at most about `limit`; returns whether the operation is done. Errors: as Group::wait, by the time since
   /// the wait was made.
   bool go_on(std::chrono::milliseconds limit);
@@ -72,6 +73,7 @@ class Wait {
   Group& group_;
   Pending& pending_;
   const Site site_;
+  const std::vector<int> awaited_;  // ranks of the world
   const Clock::time_point begin_;
   const std::chrono::milliseconds period_;  // between looks at the board: its store is remote
   Clock::time_point look_;

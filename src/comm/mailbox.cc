@@ -174,8 +174,9 @@ bool Mailbox::wait_for(Letter& letter, milliseconds limit, const Site& site) {
 }
 
 /// Waits like Group::wait, but moves what this rank sends meanwhile.
-void Mailbox::wait(Pending& pending, const Site& site, const std::function<void()>& meanwhile) {
-  Wait waiting(peers_, pending, site);
+void Mailbox::wait(Pending& pending, std::optional<int> from, const Site& site,
+                   const std::function<void()>& meanwhile) {
+  Wait waiting(peers_, pending, site, from);
   Turns turns;
   auto due = steady_clock::now();
   for (;;) {
@@ -194,7 +195,7 @@ void Mailbox::wait(Pending& pending, const Site& site, const std::function<void(
 Tensor Mailbox::wait(Letter letter, const Site& site, const std::function<void()>& meanwhile) {
   for (;;) {
     const StatePtr first = current(letter);
-    wait(first->pending, site, meanwhile);
+    wait(first->pending, first->from, site, meanwhile);
     if (first == letter.state_ && first->is_asked_for) return first->tensor;
     start_due(first->from);
   }
@@ -204,7 +205,7 @@ void Mailbox::flush(const Site& site, const std::function<void()>& meanwhile) {
   while (!sends_.empty()) {
     Pending first = std::move(sends_.front());
     sends_.pop_front();
-    wait(first, site, meanwhile);
+    wait(first, {}, site, meanwhile);
   }
 }
 

@@ -9,6 +9,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "comm/group.h"
@@ -71,7 +72,8 @@ class Mailbox {
   void start_due(int from);
   StatePtr current(const Letter& letter) const;
   void end_sends(const Site& site);
-  void wait(Pending& pending, const Site& site, const std::function<void()>& meanwhile);
+  /// `from`: whose letter it is; none: it was sent from here.
+  void wait(Pending& pending, std::optional<int> from, const Site& site, const std::function<void()>& meanwhile);
 
   Group& peers_;
   at::Device device_;

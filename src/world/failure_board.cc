@@ -163,6 +163,21 @@ std::optional<std::string> FailureBoard::failure(const std::string& own_place) n
   }
 }
 
+std::optional<std::string> FailureBoard::failure_among(const std::vector<int>& ranks,
+                                                       const std::string& own_place) noexcept {
+  auto report = failure(own_place);
+  if (!report || is_failure() || std::ssize(ranks) == size_) return report;
+  try {
+    for (const int rank : ranks) {
+      if (rank == rank_ || !has_ended(rank)) continue;
+      return "rank " + std::to_string(rank) + " " + to_text(store_->get(key("place", rank)));
+    }
+  } catch (const std::exception&) {
+    return report;  // the store ends
+  }
+  return std::nullopt;
+}
+
 bool FailureBoard::is_failure() noexcept {
   try {
     return store_->check({prefix_ + "/broken"}) || earliest_error(grace_);

@@ -189,6 +189,23 @@ TEST(Mailbox, NamesARankThatIsLost) {
   }
 }
 
+TEST(Mailbox, WaitsForASlowSenderThoughAnotherRankHasEnded) {
+  run_on_hosts({0, 0, 0}, [](const World& world) {
+    Post post(world);
+    Tensor tensor = letter(1, 0, 5);
+    if (world.rank == 2) return post.board->report_end("has ended training");
+    if (world.rank == 1) {
+      std::this_thread::sleep_for(6 * world::kPollFailures);
+      post.mailbox.send_known(tensor, 0);
+      post.mailbox.flush(kWaiting);
+    } else {
+      const Tensor arrived = at::empty_like(tensor);
+      post.mailbox.wait(post.mailbox.receive_known(arrived, 1), kWaiting);
+      EXPECT_TRUE(at::equal(arrived, tensor));
+    }
+  });
+}
+
 TEST(Mailbox, RefusesWhatCannotTravel) {
   run_on_hosts({0, 0}, [](const World& world) {
     Post post(world);

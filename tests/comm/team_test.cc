@@ -100,6 +100,18 @@ TEST_P(Ways, CarryCollectivesWithinEachTeam) {
 }
 
 // Around a ring in both directions, several tensors under way at once, sizes below and above a slot.
+TEST_P(Ways, AreWaitedForThoughARankOfAnotherTeamHasEnded) {
+  run_ranks(4, [&](const World& world) {
+    const Team team = Team::along(Mesh(4, {2, 2, 1, 1, 1}), world.rank, {Axis::data});
+    const auto board = board_of(world);
+    Group group(world, team, "test", {.timeout = kLong, .board = board, .host = host_of(team.within(world))});
+    group.barrier(kHere);
+    if (world.rank >= 2) return board->report_end("has ended training");
+    if (world.rank == 0) std::this_thread::sleep_for(6 * world::kPollFailures);
+    group.barrier(kHere);
+  });
+}
+
 TEST_P(Ways, CarryTensorsFromRankToRankInOrder) {
   for (int size : {2, 3, 4}) {
     run_ranks(size, [&](const World& world) {
