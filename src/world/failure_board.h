@@ -50,7 +50,7 @@ class FailureBoard {
   /// stood for the grace since this board first saw it. A rank that waits gives its own place, which it records if
   /// another one asks for it.
   std::optional<std::string> failure(const std::string& own_place = "") noexcept;
-  /// As `failure`, to one who waits for these ranks: they do not miss another that has ended in good order.
+  /// The `failure` that one meets who waits for these ranks: not another's end in good order.
   std::optional<std::string> failure_among(const std::vector<int>& ranks, const std::string& own_place) noexcept;
   /// Whether a rank reported more than its end in good order: what this rank waits for will not come.
   bool is_failure() noexcept;

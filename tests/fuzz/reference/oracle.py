@@ -148,8 +148,8 @@ def _check_defined(life, act, avoid):
         raise UndefinedError("the gradient of a weight that was written since its forward, and of which nothing tells")
     if life.away and act["act"] not in ("clone", "read_raw") and act.get("mode", "train") == "train":
         raise UndefinedError("what trains while states are away")
-    if act.get("way") == "gathered" and any(_is_its_own(rank, act["name"]) or rank.losses for rank in life.ranks):
-        raise UndefinedError("what a gathered write makes of the program's own memory, and of graphs from before")
+    if act.get("way") == "gathered":
+        _check_gathered(life, act)
     if act["act"] == "swap" and act["way"] == "double":
         for rank in life.ranks:
             rank.rehung.add(act["name"])
@@ -157,10 +157,15 @@ def _check_defined(life, act, avoid):
         raise UndefinedError("where the gradient of a parameter is that had another type meanwhile")
 
 
-def _is_its_own(rank, name):
-    """Whether the parameter, or its memory, is one that the engine does not have."""
-    is_known = rank.parameter(name) is rank.bound.get(name)
-    return not is_known or name in rank.put_aside or name in rank.rehung
+def _check_gathered(life, act):
+    """Ranks write together, into what the engine has."""
+    name = act["name"]
+    if any(r.losses or name in r.rehung or r.parameter(name) is not r.bound.get(name) for r in life.ranks):
+        raise UndefinedError("what a gathered write makes of the program's own parameters, and of graphs from before")
+    try:
+        life.enter()
+    except FailuresError as failures:
+        raise UndefinedError("which rank tells first why a model is refused") from failures
 
 
 def _check_recomputed(life, act):
