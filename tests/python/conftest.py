@@ -111,8 +111,8 @@ def _kept(items, thorough):
 class _Turn:
     """The cases of a turn beyond those of every run: a third of them, and all of files that are to run whole.
 
-    They come last in each process: whole files, then the others' in an order that each turn makes anew, so that what a
-    slow machine has no time for is another part each time.
+    They come last in each process: those of whole files in turns with the others, which each turn puts into another
+    order, so that what a slow machine has no time for is another part each time.
     """
 
     _begun = None  # when the first of them did, here
@@ -121,28 +121,33 @@ class _Turn:
         self._number, self._whole, self._seconds = number, whole, seconds
 
     def has(self, item):
-        return zlib.crc32(item.nodeid.encode()) % 3 == self._number % 3 or self._is_whole(item)
+        return zlib.crc32(item.nodeid.encode()) % 3 == self._number % 3 or self.is_whole(item)
+
+    def is_whole(self, item):
+        return self._path(item).startswith(self._whole)
 
     def order(self, item):
-        return not self._is_whole(item), zlib.crc32(f"{self._number} {self._path(item)}".encode())
+        return zlib.crc32(f"{self._number} {self._path(item)}".encode())
 
     def has_time(self):
         self._begun = self._begun or time.monotonic()
         return time.monotonic() - self._begun <= self._seconds
-
-    def _is_whole(self, item):
-        return self._path(item).startswith(self._whole)
 
     @staticmethod
     def _path(item):
         return item.path.relative_to(item.config.rootpath).as_posix()
 
 
-def _dealt(first, last):
-    """Orders tests so that each process, which begins with as many neighbours as every other, has its share of both."""
+def _dealt(always, whole, others):
+    """Orders tests so that each process, which begins with as many neighbours as every other, has its share of each."""
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    share = -(-len(first) // processes)
-    return [item for i in range(processes) for item in (*first[i * share : (i + 1) * share], *last[i::processes])]
+    share = -(-len(always) // processes)
+    dealt = []
+    for i in range(processes):
+        pairs = itertools.zip_longest(whole[i::processes], others[i::processes])
+        dealt += always[i * share : (i + 1) * share]
+        dealt += [item for pair in pairs for item in pair if item is not None]
+    return dealt
 
 
 def pytest_collection_modifyitems(config, items):
@@ -165,7 +170,8 @@ def pytest_collection_modifyitems(config, items):
             item.stash[_TURN] = turn
         kept = always.union(rest)
         items.sort(key=lambda item: item not in kept)
-        items[: len(kept)] = _dealt([item for item in items if item in always], rest)
+        whole, others = ([item for item in rest if turn.is_whole(item) == is_it] for is_it in (True, False))
+        items[: len(kept)] = _dealt([item for item in items if item in always], whole, others)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 
