@@ -120,18 +120,27 @@ class _Turn:
     def __init__(self, number, whole, seconds):
         self._number, self._whole, self._seconds = number, whole, seconds
 
-    def has(self, item):
-        return zlib.crc32(item.nodeid.encode()) % 3 == self._number % 3 or self.is_whole(item)
-
-    def is_whole(self, item):
-        return self._path(item).startswith(self._whole)
-
-    def order(self, item):
-        return zlib.crc32(f"{self._number} {self._path(item)}".encode())
+    def arranged(self, items, always, costly):
+        """The items that run always, and this turn's of the costly ones, in the order in which they run."""
+        due = [item for item in items if item in costly and item not in always and self._has(item)]
+        for item in due:
+            item.stash[_TURN] = self
+        whole = [item for item in due if self._is_whole(item)]
+        others = sorted((item for item in due if not self._is_whole(item)), key=self._order)
+        return _dealt([item for item in items if item in always], whole, others)
 
     def has_time(self):
         self._begun = self._begun or time.monotonic()
         return time.monotonic() - self._begun <= self._seconds
+
+    def _has(self, item):
+        return zlib.crc32(item.nodeid.encode()) % 3 == self._number % 3 or self._is_whole(item)
+
+    def _is_whole(self, item):
+        return self._path(item).startswith(self._whole)
+
+    def _order(self, item):
+        return zlib.crc32(f"{self._number} {self._path(item)}".encode())
 
     @staticmethod
     def _path(item):
@@ -161,19 +170,14 @@ def pytest_collection_modifyitems(config, items):
     if level == "2" or any("::" in argument for argument in config.args):
         return
     kept = _kept(items, thorough=level == "1")
+    chosen = [item for item in items if item in kept]
     if level == "1" and "TURN" in os.environ:
-        seconds, whole = os.environ.get("TURN_SECONDS", "inf"), os.environ.get("CHANGED", "").split()
-        turn = _Turn(int(os.environ["TURN"]), tuple(whole), float(seconds))
-        always = _kept(items, thorough=False)
-        rest = sorted((item for item in items if item in kept - always and turn.has(item)), key=turn.order)
-        for item in rest:
-            item.stash[_TURN] = turn
-        kept = always.union(rest)
-        items.sort(key=lambda item: item not in kept)
-        whole, others = ([item for item in rest if turn.is_whole(item) == is_it] for is_it in (True, False))
-        items[: len(kept)] = _dealt([item for item in items if item in always], whole, others)
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = [item for item in items if item in kept]
+        changed, seconds = os.environ.get("CHANGED", "").split(), os.environ.get("TURN_SECONDS", "inf")
+        turn = _Turn(int(os.environ["TURN"]), tuple(changed), float(seconds))
+        chosen = turn.arranged(items, _kept(items, thorough=False), kept)
+    left_out = set(items).difference(chosen)
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = chosen
 
 
 def pytest_runtest_setup(item):
