@@ -345,7 +345,7 @@ Wait::Wait(Group& group, Pending& pending, Site site, std::optional<int> peer)
     : group_(group),
       pending_(pending),
       site_(std::move(site)),
-      awaited_(peer ? std::vector<int>{group.team_.ranks()[*peer]} : group.team_.ranks()),
+      peer_(peer),
       begin_(Clock::now()),
       period_(std::min(world::kPollFailures, group.options_.timeout)),
       look_(begin_ + period_) {}
@@ -364,7 +364,9 @@ bool Wait::go_on(milliseconds limit) {
 /// ended before its part breaks its connections.
 void Wait::look_at_board(Clock::time_point now) {
   world::FailureBoard& board = *group_.options_.board;
-  const auto failure = board.failure_among(awaited_, "waits: " + group_.text(site_));
+  const std::vector<int>& team = group_.team_.ranks();
+  const auto awaited = peer_ ? std::vector<int>{team[*peer_]} : team;
+  const auto failure = board.failure_among(awaited, "waits: " + group_.text(site_));
   if (!failure) return;
   if (!reported_) reported_ = now;
   const bool may_come = group_.transport_->crosses_hosts() && !board.is_failure();

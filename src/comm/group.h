@@ -73,7 +73,7 @@ class Wait {
   Group& group_;
   Pending& pending_;
   const Site site_;
-  const std::vector<int> awaited_;  // ranks of the world
+  const std::optional<int> peer_;  // its index in the team
   const Clock::time_point begin_;
   const std::chrono::milliseconds period_;  // between looks at the board: its store is remote
   Clock::time_point look_;

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <ATen/core/ivalue.h>
+#include <c10/core/Storage.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/core/Stream.h>
 #include <c10/core/StreamGuard.h>
@@ -84,6 +85,19 @@ void* native_handle(const Stream& stream) {
     DEEPTIDE_INVARIANT(failure == 0, "torch does not tell the current stream of ", stream.device());
     return handle;
   }
+}
+
+/// The tensors that use a storage. With torch 2.13, an object of Python's that once showed the storage counts as one
+/// more, for as long as the storage lives.
+inline size_t num_users(const c10::Storage& storage) {
+  const auto is_shown = [](const auto& slot) {
+    if constexpr (requires { slot.load_pyobj(); }) {
+      return slot.load_pyobj() != nullptr;
+    } else {  // before: either of the two owns the other
+      return false;
+    }
+  };
+  return storage.use_count() - (is_shown(*storage.unsafeGetStorageImpl()->pyobj_slot()) ? 1 : 0);
 }
 
 /// Whether threads may start Gloo's collectives at once. Up to 2.11, torch's flight recorder looks the group up in a

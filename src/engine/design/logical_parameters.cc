@@ -8,6 +8,7 @@
 #include <set>
 
 #include "base/log.h"
+#include "device/torch_versions.h"
 
 namespace deeptide::engine {
 
@@ -178,23 +179,6 @@ void check_trainable(const std::vector<ParameterSpec>& specs, at::ScalarType com
   }
 }
 
-namespace {
-
-/// The tensors that use a storage. From torch 2.11 on, an object of Python's that once showed the storage counts as one
-/// more: the storage keeps it.
-size_t num_users(const c10::Storage& storage) {
-  const auto shown = [](const auto& slot) {
-    if constexpr (requires { slot.load_pyobj(); }) {
-      return slot.load_pyobj() != nullptr;
-    } else {
-      return false;
-    }
-  };
-  return storage.use_count() - (shown(*storage.unsafeGetStorageImpl()->pyobj_slot()) ? 1 : 0);
-}
-
-}  // namespace
-
 void warn_of_views(const std::vector<Parameter>& parameters) {
   std::map<const void*, size_t> known;
   for (const Parameter& p : parameters) known[p.tensors.front().storage().unsafeGetStorageImpl()] += p.tensors.size();
@@ -204,7 +188,7 @@ void warn_of_views(const std::vector<Parameter>& parameters) {
     const Tensor& t = p.tensors.front();
     // A storage that holds more than this parameter is a file's or a flat buffer's, which its maker may hold too.
     const bool own = t.storage().nbytes() == static_cast<size_t>(p.numel) * t.element_size();
-    if (p.numel == 0 || !own || num_users(t.storage()) <= known[t.storage().unsafeGetStorageImpl()]) continue;
+    if (p.numel == 0 || !own || device::num_users(t.storage()) <= known[t.storage().unsafeGetStorageImpl()]) continue;
     if (++count <= 3) names += (names.empty() ? "'" : ", '") + p.name + "'";
   }
   if (count == 0) return;
