@@ -24,7 +24,7 @@ export CCACHE_SLOPPINESS ?= pch_defines,time_macros
 export NINJA_STATUS ?= [%f/%t, %p, %W left] 
 
 .PHONY: build build-all examples configure configure-all setup demo demo-large test test-cpp test-ends test-kills test-deepspeed-units gpu-first-ten-minutes test-gpu test-hosts test-peers test-python fuzz fuzz-files bench lint tidy format docs
-.PHONY: wheel test-wheel wheel-deepspeed bundle test-bundle asan tsan clean help bench-axes bench-scale bench-builds bench-checkpoint bench-comm bench-less bench-observing bench-optimizer bench-startup bench-swap bench-offload bench-largest bench-gpu bench-link bench-hosts bench-scripts
+.PHONY: wheel test-wheel wheel-deepspeed bundle test-bundle asan tsan clean help bench-axes bench-tensor bench-scale bench-builds bench-checkpoint bench-comm bench-less bench-observing bench-optimizer bench-startup bench-swap bench-offload bench-largest bench-gpu bench-link bench-hosts bench-scripts
 .DEFAULT_GOAL := build
 
 build: configure  ## Build the library, the Python module and the command
@@ -84,8 +84,8 @@ test-python: build-all
 	    tests/python; \
 	else echo "no tests/python here: skipped"; fi
 
-RUNS ?= 36
-test-ends: build setup-test  ## Scripts that just end, in 14 ways, RUNS=36 times each: 500 short jobs beside each other
+RUNS ?= 17
+test-ends: build setup-test  ## Scripts that just end, in 30 ways, RUNS=17 times each: 500 short jobs beside each other
 	@PYTHONPATH=$(abspath $(BUILD))/python PATH=$(abspath $(BUILD))/bin:$$PATH RUNS=$(RUNS) $(PYTHON) -m pytest -q \
 	  -n $(JOBS) tests/python/programs/test_ends.py
 
@@ -176,6 +176,9 @@ bench-observing: build  ## Steps with and without each observer (breakdowns, mon
 
 bench-axes: build  ## A GPT at two pipeline stages beside torch.distributed.pipelining and DeepSpeed, interleaved (ARGS=…)
 	@PYTHONPATH=$(abspath $(BUILD))/python PYTHON=$(abspath $(PYTHON)) bench/run.sh axes $(ARGS)
+
+bench-tensor: build  ## A Llama that two ranks share beside torch's tensor.parallel and DeepSpeed's AutoTP, interleaved (ARGS=…)
+	@PYTHONPATH=$(abspath $(BUILD))/python PYTHON=$(abspath $(PYTHON)) bench/run.sh shared_layers $(ARGS)
 
 bench-scale: build  ## The forecast of a step beside steps that ran, over small meshes (ARGS=…)
 	@PYTHONPATH=$(abspath $(BUILD))/python $(PYTHON) bench scale $(ARGS)

@@ -10,6 +10,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "deeptide/engine.h"
@@ -42,10 +43,24 @@ class DEEPTIDE_API TensorTeam {
   int data_rank() const;
   int data_size() const;
 
+  /// A sum that travels while its rank computes. The team outlives it.
+  class DEEPTIDE_API Sum {
+   public:
+    explicit Sum(std::function<at::Tensor()> rest) : rest_(std::move(rest)) {}
+    /// Called once. Sums are begun and waited for in one order on all ranks.
+    at::Tensor wait() { return std::exchange(rest_, nullptr)(); }
+
+   private:
+    std::function<at::Tensor()> rest_;
+  };
+
   /// The sum over the ranks, by pairs in fp32, rounded once to the tensor's type. `phase`: "forward", "backward".
   at::Tensor all_reduce(const at::Tensor& tensor, const std::string& phase);
   /// Row r of that sum on rank r. Shapes: (size, *) -> (*).
   at::Tensor reduce_scatter(const at::Tensor& tensor, const std::string& phase);
+  /// The same two, begun here and ended by `wait`. The tensor is not written between.
+  Sum start_all_reduce(const at::Tensor& tensor, const std::string& phase);
+  Sum start_reduce_scatter(const at::Tensor& tensor, const std::string& phase);
   /// Every rank's tensor, in the team's order. Shapes: (size, *tensor's).
   at::Tensor all_gather(const at::Tensor& tensor, const std::string& phase);
   /// Overwrites the tensor, contiguous, with the first rank's.

@@ -44,8 +44,11 @@ OptionsPtr make_options(std::optional<World> world, std::vector<ParameterGroup> 
 }  // namespace
 
 void bind_tensor(py::module_& module) {
-  py::class_<TensorTeam, Team>(module, "TensorTeam", "Neighbouring ranks that share layers.")
-      .def(py::init<const World&, int, double, int>(), py::arg("world"), py::arg("size"), py::arg("timeout_s"),
+  py::class_<TensorTeam, Team> team(module, "TensorTeam", "Neighbouring ranks that share layers.");
+  py::class_<TensorTeam::Sum>(team, "Sum", "A sum that travels while its rank computes.")
+      .def("wait", &TensorTeam::Sum::wait, NoGil());
+  const py::keep_alive<0, 1> sum_keeps_team;
+  team.def(py::init<const World&, int, double, int>(), py::arg("world"), py::arg("size"), py::arg("timeout_s"),
            py::arg("stages") = 1, NoGil())
       .def_property_readonly("size", &TensorTeam::size)
       .def_property_readonly("index", &TensorTeam::index)
@@ -53,6 +56,10 @@ void bind_tensor(py::module_& module) {
       .def_property_readonly("data_size", &TensorTeam::data_size)
       .def("all_reduce", &TensorTeam::all_reduce, py::arg("tensor"), py::arg("phase"), NoGil())
       .def("reduce_scatter", &TensorTeam::reduce_scatter, py::arg("tensor"), py::arg("phase"), NoGil())
+      .def("start_all_reduce", &TensorTeam::start_all_reduce, py::arg("tensor"), py::arg("phase"), NoGil(),
+           sum_keeps_team)
+      .def("start_reduce_scatter", &TensorTeam::start_reduce_scatter, py::arg("tensor"), py::arg("phase"), NoGil(),
+           sum_keeps_team)
       .def("all_gather", &TensorTeam::all_gather, py::arg("tensor"), py::arg("phase"), NoGil())
       .def("broadcast", &TensorTeam::broadcast, py::arg("tensor"), py::arg("phase"), NoGil());
   module.def(

@@ -96,28 +96,44 @@ struct TensorTeam::Impl {
     group.wait(pending, site, serving);
   }
 
-  Tensor gathered(const Tensor& own, const std::string& phase, const char* what) {
+  /// Lives on in the sum that waits for it.
+  using Shared = std::shared_ptr<comm::Pending>;
+
+  Sum gathering(const Tensor& own, const std::string& phase, const char* what) {
     Tensor all = at::empty({group.size() * own.numel()}, own.options());
-    auto pending = group.all_gather(all, own);
-    wait(pending, phase, what);
-    return all.view({group.size(), own.numel()});
+    const Shared pending = std::make_shared<comm::Pending>(group.all_gather(all, own));
+    return Sum([=, this, rows = all.view({group.size(), own.numel()})] {
+      wait(*pending, phase, what);
+      return rows;
+    });
+  }
+
+  Tensor gathered(const Tensor& own, const std::string& phase, const char* what) {
+    return gathering(own, phase, what).wait();
+  }
+
+  Sum summing_whole_rows(const Tensor& own, const std::string& phase, const char* what) {
+    return Sum([rows = gathering(own, phase, what)]() mutable { return sum_of(rows.wait()); });
   }
 
   /// Shapes: sent (W * N,) -> (N,).
-  Tensor sum_of_own_rows(const Tensor& sent, const std::string& phase, const char* what) {
+  Sum summing_own_rows(const Tensor& sent, const std::string& phase, const char* what) {
     Tensor rows = at::empty_like(sent);
-    auto pending = group.all_to_all(rows, sent);
-    wait(pending, phase, what);
-    return sum_of(rows.view({group.size(), -1}));
+    const Shared pending = std::make_shared<comm::Pending>(group.all_to_all(rows, sent));
+    return Sum([=, this] {
+      wait(*pending, phase, what);
+      return sum_of(rows.view({group.size(), -1}));
+    });
   }
 
   /// Each rank sums one slice of all rows. Shapes: own (N,) -> (N,).
-  Tensor summed_in_slices(const Tensor& own, const std::string& phase, const char* what) {
-    const int64_t slice = (own.numel() + group.size() - 1) / group.size();
+  Sum summing_in_slices(const Tensor& own, const std::string& phase, const char* what) {
+    const int64_t numel = own.numel(), slice = (numel + group.size() - 1) / group.size();
     Tensor sent = at::zeros({slice * group.size()}, own.options());
-    sent.narrow(0, 0, own.numel()).copy_(own);
-    const Tensor sum = sum_of_own_rows(sent, phase, what);
-    return gathered(sum, phase, what).view({-1}).narrow(0, 0, own.numel());
+    sent.narrow(0, 0, numel).copy_(own);
+    return Sum([=, this, part = summing_own_rows(sent, phase, what)]() mutable {
+      return gathered(part.wait(), phase, what).view({-1}).narrow(0, 0, numel);
+    });
   }
 
   const world::Mesh mesh;
@@ -148,26 +164,42 @@ Tensor flat_of(const Tensor& tensor) {
   return tensor.detach().contiguous().view({-1});
 }
 
+TensorTeam::Sum shaped(TensorTeam::Sum sum, std::vector<int64_t> shape) {
+  return TensorTeam::Sum([sum = std::move(sum), shape = std::move(shape)]() mutable {
+    const at::NoGradGuard no_grad;
+    return sum.wait().view(shape);
+  });
+}
+
 }  // namespace
 
 Tensor TensorTeam::all_reduce(const Tensor& tensor, const std::string& phase) {
-  constexpr const char* kWhat = "adding up over the ranks that share a layer";
-  const at::NoGradGuard no_grad;
-  const Tensor own = flat_of(tensor);
-  if (size() == 1) return own.clone().view(tensor.sizes());
-  const bool whole = size() == 2 || static_cast<int64_t>(own.nbytes()) <= kWholeRowsBytes;
-  const Tensor sum = whole ? sum_of(impl_->gathered(own, phase, kWhat)) : impl_->summed_in_slices(own, phase, kWhat);
-  return sum.view(tensor.sizes());
+  return start_all_reduce(tensor, phase).wait();
 }
 
 Tensor TensorTeam::reduce_scatter(const Tensor& tensor, const std::string& phase) {
+  return start_reduce_scatter(tensor, phase).wait();
+}
+
+TensorTeam::Sum TensorTeam::start_all_reduce(const Tensor& tensor, const std::string& phase) {
+  constexpr const char* kWhat = "adding up over the ranks that share a layer";
+  const at::NoGradGuard no_grad;
+  const Tensor own = flat_of(tensor);
+  const std::vector<int64_t> shape = tensor.sizes().vec();
+  if (size() == 1) return Sum([own, shape] { return own.clone().view(shape); });
+  const bool whole = size() == 2 || static_cast<int64_t>(own.nbytes()) <= kWholeRowsBytes;
+  Sum sum = whole ? impl_->summing_whole_rows(own, phase, kWhat) : impl_->summing_in_slices(own, phase, kWhat);
+  return shaped(std::move(sum), shape);
+}
+
+TensorTeam::Sum TensorTeam::start_reduce_scatter(const Tensor& tensor, const std::string& phase) {
   const at::NoGradGuard no_grad;
   TORCH_CHECK_VALUE(tensor.dim() > 0 && tensor.size(0) == size(), "reduce_scatter: got a tensor of shape ",
                     tensor.sizes(), ", expected ", size(), " rows, one for each rank that shares a layer");
   const Tensor own = flat_of(tensor);
-  const at::IntArrayRef shape = tensor.sizes().slice(1);
-  if (size() == 1 || own.numel() == 0) return own.clone().view(shape);
-  return impl_->sum_of_own_rows(own, phase, "adding up a part over the ranks that share a layer").view(shape);
+  const std::vector<int64_t> shape = tensor.sizes().slice(1).vec();
+  if (size() == 1 || own.numel() == 0) return Sum([own, shape] { return own.clone().view(shape); });
+  return shaped(impl_->summing_own_rows(own, phase, "adding up a part over the ranks that share a layer"), shape);
 }
 
 Tensor TensorTeam::all_gather(const Tensor& tensor, const std::string& phase) {

@@ -26,7 +26,7 @@ class ProcessWatch {
 
   int pid() const { return pid_; }
   WatchBy by() const { return by_; }
-  /// Why a better way is closed: "pidfd_open: Function not implemented"; empty if it is not.
+  /// Why a better way could not be taken: "pidfd_open: Function not implemented"; empty if none is better.
   const std::string& why_not() const { return why_not_; }
   /// This process itself has never ended.
   bool has_ended() const;

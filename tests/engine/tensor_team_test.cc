@@ -124,6 +124,25 @@ void expect_near(const std::vector<double>& one, const std::vector<double>& othe
   for (size_t i = 0; i < one.size(); ++i) EXPECT_NEAR(one[i], other[i], 1e-5 * other[i]);
 }
 
+TEST(TensorTeams, HaveSeveralSumsUnderWay) {
+  for (const int ranks : {1, 2, 3}) {
+    SCOPED_TRACE(ranks);
+    run_ranks(ranks, [&](const World& world) {
+      TensorTeam team(world, ranks, 60.0);
+      const double sum = ranks * (ranks + 1) / 2.0;
+      const Tensor own = at::full({7}, world.rank + 1), rows = own.expand({ranks, 7}).contiguous();
+      const Tensor large = at::full({30'000}, world.rank + 1, at::kFloat);  // more than a rank sums whole
+      TensorTeam::Sum first = team.start_all_reduce(large, "backward"),
+                      second = team.start_reduce_scatter(rows, "backward"),
+                      third = team.start_all_reduce(own, "backward");
+      EXPECT_TRUE(at::equal(first.wait(), at::full_like(large, sum)));
+      EXPECT_TRUE(at::equal(team.all_reduce(own, "backward"), at::full_like(own, sum)));
+      EXPECT_TRUE(at::equal(second.wait(), at::full_like(own, sum)));
+      EXPECT_TRUE(at::equal(third.wait(), at::full_like(own, sum)));
+    });
+  }
+}
+
 TEST(TensorTeams, TrainAsTheWholeModel) {
   for (const int stage : {0, 1, 2, 3}) {
     SCOPED_TRACE("stage " + std::to_string(stage));

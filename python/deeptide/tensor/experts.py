@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from deeptide.tensor.cutting.slices import Slice, cut_parameter
-from deeptide.tensor.functions import summed, to_team
+from deeptide.tensor.entry import entered
+from deeptide.tensor.functions import summed
 from deeptide.tensor.team import Team
 
 # Transformers' styles, as of 5.x, of the two weights that all experts have together.
@@ -29,7 +30,7 @@ class SlicedExperts(nn.Module):
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Any:
         """Shapes: (tokens, width), (tokens, k), (tokens, k) -> (tokens, width), summed."""
         team = self.tensor_team
-        return summed(super().forward(to_team(hidden_states, team), top_k_index, to_team(top_k_weights, team)), team)
+        return summed(super().forward(entered(hidden_states, team), top_k_index, entered(top_k_weights, team)), team)
 
 
 def slices_of_experts(module: nn.Module) -> dict[str, Slice]:

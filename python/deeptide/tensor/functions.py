@@ -16,17 +16,6 @@ from deeptide.tensor.cutting.slices import Slice
 from deeptide.tensor.team import Team
 
 
-class _ToTeam(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, team: Team) -> torch.Tensor:
-        ctx.team = team
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.team.core.all_reduce(gradient, "backward"), None
-
-
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, team: Team) -> torch.Tensor:
@@ -57,13 +46,6 @@ class _Cut(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return ctx.blocks.join(ctx.team.core.all_gather(gradient, "backward")), None, None
-
-
-def to_team(x: torch.Tensor, team: Team) -> torch.Tensor:
-    """x, whose gradient is the sum of the ranks' gradients: what all ranks have alike enters layers that they share."""
-    if isinstance(x, Elsewhere):
-        return x
-    return _ToTeam.apply(x, team)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def summed(x: torch.Tensor, team: Team) -> torch.Tensor:

@@ -13,16 +13,16 @@ from torch.nn import functional as F
 
 from deeptide._C import ConfigError
 from deeptide.tensor.cutting.slices import Slice, as_adding, cut_parameter
-from deeptide.tensor.functions import cut, joined, summed, to_team
-from deeptide.tensor.sequence import cut_sequence, joined_sequence
+from deeptide.tensor.entry import product_of
+from deeptide.tensor.functions import cut, joined, summed
+from deeptide.tensor.sequence import cut_sequence
 from deeptide.tensor.team import Team
 
 
-def _into_shared(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    """Passes what all ranks have alike, or each a part of its positions, into a layer that they share."""
-    return (
-        joined_sequence(x, layer.tensor_team, adds_up=True) if layer.tensor_sequence else to_team(x, layer.tensor_team)
-    )
+def _columns(layer: Any, x: torch.Tensor, is_linear: bool) -> torch.Tensor:
+    dim = 1 if layer.tensor_sequence else None
+    output = product_of(x, layer.tensor_team, layer.weight, layer.bias, is_linear, dim)
+    return joined(output, layer.tensor_output, layer.tensor_team) if layer.tensor_gathers else output
 
 
 def _out_of_shared(layer: Any, x: torch.Tensor) -> torch.Tensor:
@@ -59,8 +59,7 @@ class ColumnParallelLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """This rank's features of the output, or all of them."""
-        output = F.linear(_into_shared(self, input), self.weight, self.bias)
-        return joined(output, self.tensor_output, self.tensor_team) if self.tensor_gathers else output
+        return _columns(self, input, is_linear=True)
 
 
 class RowParallelLinear(nn.Linear):
@@ -132,8 +131,7 @@ class ColumnParallelConv1D(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's features of the output, or all of them."""
-        output = F.linear(_into_shared(self, x), self.weight.t(), self.bias)
-        return joined(output, self.tensor_output, self.tensor_team) if self.tensor_gathers else output
+        return _columns(self, x, is_linear=False)
 
 
 class RowParallelConv1D(nn.Module):

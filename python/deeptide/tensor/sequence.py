@@ -8,43 +8,35 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from deeptide.pipeline.passing.elsewhere import Elsewhere
-from deeptide.tensor.cutting.slices import as_adding
+from deeptide.tensor.cutting.slices import as_adding, rows_of
+from deeptide.tensor.entry import entered
 from deeptide.tensor.team import Team
-
-
-def _rows(x: torch.Tensor, team: Team, dim: int) -> torch.Tensor:
-    """(ranks, *part). Errors: ValueError if the positions do not divide."""
-    if x.shape[dim] % team.size:
-        raise ValueError(
-            f"sequence-parallel layers: {x.shape[dim]} positions do not divide among {team.size} ranks; pad the "
-            "sequences"
-        )
-    return torch.stack(x.chunk(team.size, dim))
 
 
 class _Joined(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, team: Team, dim: int, adds_up: bool) -> torch.Tensor:
-        ctx.team, ctx.dim, ctx.adds_up = team, dim, adds_up
+    def forward(ctx: Any, x: torch.Tensor, team: Team, dim: int) -> torch.Tensor:
+        ctx.team, ctx.dim = team, dim
         return torch.cat(team.core.all_gather(x, "forward").unbind(0), dim)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        rows = _rows(gradient, ctx.team, ctx.dim)
-        own = ctx.team.core.reduce_scatter(rows, "backward") if ctx.adds_up else rows[ctx.team.index]
-        return own, None, None, None
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return rows_of(gradient, ctx.team, ctx.dim)[ctx.team.index], None, None
 
 
 class _Cut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, team: Team, dim: int, adds_up: bool) -> torch.Tensor:
         ctx.team, ctx.dim = team, dim
-        rows = _rows(x, team, dim)
+        rows = rows_of(x, team, dim)
         return team.core.reduce_scatter(rows, "forward") if adds_up else rows[team.index].clone()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         return torch.cat(ctx.team.core.all_gather(gradient, "backward").unbind(0), ctx.dim), None, None, None
 
@@ -56,7 +48,7 @@ def cut_sequence(x: torch.Tensor, team: Team, dim: int = 1, adds_up: bool = Fals
     does not divide among the ranks.
     """
     if isinstance(x, Elsewhere):
-        return _rows(x, team, dim)[team.index]
+        return rows_of(x, team, dim)[team.index]
     return _Cut.apply(x, team, dim, adds_up)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -65,9 +57,11 @@ def joined_sequence(x: torch.Tensor, team: Team, dim: int = 1, adds_up: bool = F
 
     Shapes: (batch, length / ranks, …) -> (batch, length, …).
     """
+    if adds_up:
+        return entered(x, team, dim)
     if isinstance(x, Elsewhere):
         return torch.cat([x] * team.size, dim)
-    return _Joined.apply(x, team, dim, adds_up)  # type: ignore[no-any-return, no-untyped-call]
+    return _Joined.apply(x, team, dim)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def sequence_parallel(module: nn.Module, team: Team) -> nn.Module:

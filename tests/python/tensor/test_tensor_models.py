@@ -9,7 +9,7 @@ import torch
 from conftest import run_ranks
 
 import deeptide
-from deeptide.tensor import make_team, split_model, team_of
+from deeptide.tensor import entry, make_team, split_model, team_of
 from deeptide.tensor.cutting.plans import own_plan
 from deeptide.tensor.cutting.split import plan_for
 
@@ -240,3 +240,39 @@ def test_activations_that_are_computed_again_and_generation_are_those_of_the_who
     cut.near(shared[0][0], whole[0], 1e-5, "loss")
     cut.near(shared[0][1], whole[1], 1e-4, "norm")
     assert shared[0][2] == whole[2]
+
+
+class Counted:
+    """A team's core that counts sums which go back."""
+
+    def __init__(self, core):
+        self.core, self.sums = core, 0
+
+    def __getattr__(self, name):
+        return getattr(self.core, name)
+
+    def start_all_reduce(self, tensor, phase):
+        self.sums += 1
+        return self.core.start_all_reduce(tensor, phase)
+
+
+def sums_of_a_backward(world, kind, stage):
+    settings = models.config(stage, micro=MICRO) | {"parallel": {"tensor": 2}}
+    engine = deeptide.initialize(model=make(kind), config=settings, world=world)[0]
+    team = team_of(engine.module)
+    team.core = Counted(team.core)
+    tokens = torch.arange(MICRO * LENGTH).view(MICRO, LENGTH) % VOCAB
+    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    engine.step()
+    return team.core.sums
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_block_sends_one_sum_back_for_attention_and_one_for_its_mlp(kind, stage, monkeypatch):
+    apart = []
+    ask = entry._is_apart
+    monkeypatch.setattr(entry, "_is_apart", lambda x, weight: apart.append(ask(x, weight)) or apart[-1])
+    blocks, head = 2, 1
+    assert run_ranks(2, sums_of_a_backward, kind, stage) == [2 * blocks + head] * 2
+    assert all(apart)

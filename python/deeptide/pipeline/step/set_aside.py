@@ -3,8 +3,7 @@
 """Gradients of weights that a backward leaves out, to be computed later: ZB-H1 of arXiv:2401.10241.
 
 Products of an activation with a weight are recorded by a function whose backward gives the activation's gradient alone.
-It keeps both factors of the weight's gradient, which is their product. Shapes: I inputs, O outputs; rows are (N, I) or
-(N, O).
+It keeps both factors of the weight's gradient, which is their product.
 """
 
 from __future__ import annotations
@@ -18,84 +17,22 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from deeptide._model.products import Layout, Pairs, Weight
 from deeptide.pipeline.errors import PipelineError
 
-Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # (leaf, its gradient)
-
 _CURE = 'take "schedule": "1f1b"'
-
-
-class _Weight(NamedTuple):
-    """The other factor of a product with an activation: (O, I) where the product is F.linear, else (I, O)."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    is_linear: bool
-
-    def as_factor(self, dtype: torch.dtype | None) -> torch.Tensor:
-        """The second factor, (I, O), without a graph; in `dtype`, if it is given."""
-        weight = self.weight.detach() if dtype is None else self.weight.detach().to(dtype)
-        return weight.t() if self.is_linear else weight
-
-    def product(self, inputs: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-        """(…, I) -> (…, O), by the operators that torch would call: bit for bit what it computes."""
-        factor = self.as_factor(dtype)
-        bias = None if self.bias is None else self.bias.detach().to(factor.dtype)
-        rows = _rows(inputs)
-        if bias is not None and _is_flattened(inputs):
-            products = torch.addmm(bias, rows, factor)
-        else:
-            products = torch.mm(rows, factor)
-        if inputs.dim() == 2:
-            return products
-        # No view: the program may write it.
-        outputs: torch.Tensor = torch.ops.aten._unsafe_view(products, [*inputs.shape[:-1], products.shape[-1]])
-        return outputs if bias is None or _is_flattened(inputs) else outputs.add_(bias)
-
-    def input_gradient(self, inputs: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """(…, O) -> (…, I)."""
-        factor, rows, row_gradients = self.as_factor(gradient.dtype), _rows(inputs), _rows(gradient)
-        if _is_transposed(rows):
-            return torch.mm(factor, row_gradients.t()).t().reshape(inputs.shape)
-        return torch.mm(row_gradients, factor.t()).reshape(inputs.shape)
-
-    def own_gradients(self, inputs: torch.Tensor, gradient: torch.Tensor) -> Pairs:
-        """Those of the weight and of the bias."""
-        rows, row_gradients = _rows(inputs), _rows(gradient)
-        if _is_transposed(self.weight.t() if self.is_linear else self.weight):
-            factor = torch.mm(row_gradients.t(), rows).t()
-        else:
-            factor = torch.mm(rows.t(), row_gradients)
-        found = [(self.weight, (factor.t() if self.is_linear else factor).to(self.weight.dtype))]
-        if self.bias is not None and self.bias.requires_grad:
-            summed = row_gradients if _is_flattened(inputs) else gradient
-            found.append((self.bias, summed.sum_to_size(self.bias.shape).to(self.bias.dtype)))
-        return found
-
-
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
-
-
-def _is_flattened(inputs: torch.Tensor) -> bool:
-    """Whether torch adds the bias within the product."""
-    return inputs.dim() == 2 or inputs.is_contiguous()
-
-
-def _is_transposed(factor: torch.Tensor) -> bool:
-    """Whether torch computes a factor's gradient transposed, since the factor lies so."""
-    return factor.stride(0) == 1 and factor.stride(1) == factor.shape[0]
 
 
 class _Product(torch.autograd.Function):
     """An activation times a weight. The weight comes in a tuple, which autograd does not look into."""
 
     @staticmethod
-    def forward(context: Any, inputs: torch.Tensor, weight: _Weight, aside: SetAside) -> torch.Tensor:
+    def forward(context: Any, inputs: torch.Tensor, weight: Weight, aside: SetAside) -> torch.Tensor:
         """Under autocast in its type, in which the inputs are then kept."""
         dtype = _autocast_dtype(inputs)
         context.weight, context.aside, context.dtype = weight, aside, inputs.dtype
         kept = inputs if dtype is None else inputs.to(dtype)
+        context.layout = Layout.of(kept)
         context.save_for_backward(kept)
         with torch.enable_grad():  # sharded weights tell training from evaluation by it; nothing here has a graph
             return weight.product(kept.detach(), dtype)
@@ -105,7 +42,7 @@ class _Product(torch.autograd.Function):
         """The gradient of the inputs; the weight's is set aside."""
         (inputs,) = context.saved_tensors
         context.aside.add(context.weight, inputs, gradient)
-        return context.weight.input_gradient(inputs, gradient).to(context.dtype), None, None
+        return context.weight.input_gradient(context.layout, gradient).to(context.dtype), None, None
 
 
 def _autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
@@ -176,13 +113,13 @@ class _Watch(TorchFunctionMode):
         if given or not self._aside.takes(inputs, weight, bias):
             return func(*args, **kwargs)
         product: Callable[..., torch.Tensor] = _Product.apply
-        return product(inputs, _Weight(weight, bias, func is F.linear), self._aside)
+        return product(inputs, Weight(weight, bias, func is F.linear), self._aside)
 
 
 class _Factors(NamedTuple):
     """The factors of a weight's gradient."""
 
-    weight: _Weight
+    weight: Weight
     inputs: torch.Tensor  # (…, I)
     gradient: torch.Tensor  # (…, O), of the product
     versions: tuple[int, int]
@@ -249,7 +186,7 @@ class SetAside:
         is_held = type(tensor) is torch.nn.Parameter or (type(tensor) is torch.Tensor and id(tensor) in self._lent)
         return is_held and tensor.dim() == dimensions and tensor.numel() > 0
 
-    def add(self, weight: _Weight, inputs: torch.Tensor, gradient: torch.Tensor) -> None:
+    def add(self, weight: Weight, inputs: torch.Tensor, gradient: torch.Tensor) -> None:
         """In a backward. Errors: PipelineError if that is not the engine's, or makes a graph."""
         if self._open is None or torch.is_grad_enabled():
             raise PipelineError(

@@ -14,9 +14,10 @@ import torch
 
 from deeptide import _C
 from deeptide._C import PipelineSchedule, StageAction, StageInstruction
+from deeptide._model.products import Pairs
 from deeptide.engine import Engine
 from deeptide.pipeline.passing.letters import Letters, Subject, tensors_in
-from deeptide.pipeline.step.set_aside import Pairs, SetAside
+from deeptide.pipeline.step.set_aside import SetAside
 
 if TYPE_CHECKING:
     from deeptide.pipeline.cutting.ties import Ties

@@ -47,6 +47,16 @@ class Slice:
         return torch.cat([values.narrow(dim, 0, block) for values, block in zip(blocks, self.blocks, strict=True)], dim)
 
 
+def rows_of(x: torch.Tensor, team: Team, dim: int) -> torch.Tensor:
+    """Each rank's positions: (ranks, *part). Errors: ValueError if they do not divide."""
+    if x.shape[dim] % team.size:
+        raise ValueError(
+            f"sequence-parallel layers: {x.shape[dim]} positions do not divide among {team.size} ranks; pad the "
+            "sequences"
+        )
+    return torch.stack(x.chunk(team.size, dim))
+
+
 def slices_of(module: torch.nn.Module) -> Iterator[tuple[str, Slice]]:
     """The slices of a model by their parameters' names, every name of a shared one."""
     cuts: dict[int, Slice] = {}
