@@ -15,6 +15,7 @@ from deeptide._C import ConfigError
 from deeptide.tensor.cutting.slices import Slice, as_adding, cut_parameter
 from deeptide.tensor.entry import product_of
 from deeptide.tensor.functions import cut, joined, summed
+from deeptide.tensor.losses import note_part
 from deeptide.tensor.sequence import cut_sequence
 from deeptide.tensor.team import Team
 
@@ -22,7 +23,12 @@ from deeptide.tensor.team import Team
 def _columns(layer: Any, x: torch.Tensor, is_linear: bool) -> torch.Tensor:
     dim = 1 if layer.tensor_sequence else None
     output = product_of(x, layer.tensor_team, layer.weight, layer.bias, is_linear, dim)
-    return joined(output, layer.tensor_output, layer.tensor_team) if layer.tensor_gathers else output
+    if not layer.tensor_gathers:
+        return output
+    whole = joined(output, layer.tensor_output, layer.tensor_team)
+    if layer.__dict__.get("tensor_is_head"):
+        note_part(whole, output)
+    return whole
 
 
 def _out_of_shared(layer: Any, x: torch.Tensor) -> torch.Tensor:

@@ -4,9 +4,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn import functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from deeptide.tensor.team import Team
 
@@ -69,3 +72,50 @@ def vocab_parallel_cross_entropy(
     if reduction == "none":
         return losses.view(labels.shape)
     return losses.sum() if reduction == "sum" else losses.sum() / (~ignored).sum()
+
+
+_parts = WeakTensorKeyDictionary()  # by the logits of all words: this rank's
+
+
+def note_part(whole: torch.Tensor, part: torch.Tensor) -> None:
+    """Remembers the logits that were joined, as long as the joined ones live."""
+    _parts[whole] = part
+
+
+class CausalLoss:
+    """Transformers' loss of a causal model, computed from each rank's own logits where it is given the head's output.
+
+    So no rank takes all words' logits to fp32, nor has gradients of them.
+    """
+
+    def __init__(self, of_whole: Callable[..., torch.Tensor], team: Team) -> None:
+        self.of_whole, self.team = of_whole, team
+
+    @staticmethod
+    def stands_in_for(loss: Any) -> bool:
+        """Whether a model's loss_function is the one that this computes."""
+        return getattr(loss, "__module__", "") == "transformers.loss.loss_utils" and loss.__name__ == "ForCausalLMLoss"
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor | None,
+        vocab_size: int,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
+        **more: Any,
+    ) -> torch.Tensor:
+        """Shapes: logits (batch, length, V), labels (batch, length) -> (). shift_labels: labels of the next words."""
+        part = _parts.get(logits)
+        if part is None or vocab_size != logits.shape[-1] or more.keys() & {"weight", "label_smoothing"}:
+            counts = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
+            return self.of_whole(logits, labels, vocab_size, shift_labels=shift_labels, **counts, **more)
+        if shift_labels is None:
+            assert labels is not None
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        reduction = "mean" if num_items_in_batch is None else "sum"
+        loss = vocab_parallel_cross_entropy(
+            part, shift_labels, self.team, vocabulary=vocab_size, ignore_index=ignore_index, reduction=reduction
+        )
+        return loss if num_items_in_batch is None else loss / num_items_in_batch

@@ -9,7 +9,7 @@ import torch
 from conftest import run_ranks
 
 import deeptide
-from deeptide.tensor import entry, make_team, split_model, team_of
+from deeptide.tensor import entry, losses, make_team, split_model, team_of
 from deeptide.tensor.cutting.plans import own_plan
 from deeptide.tensor.cutting.split import plan_for
 
@@ -276,3 +276,50 @@ def test_a_block_sends_one_sum_back_for_attention_and_one_for_its_mlp(kind, stag
     blocks, head = 2, 1
     assert run_ranks(2, sums_of_a_backward, kind, stage) == [2 * blocks + head] * 2
     assert all(apart)
+
+
+def losses_of(model, **more):
+    """(loss, gradients) of words whose labels are left out in part."""
+    tokens = torch.arange(MICRO * LENGTH).view(MICRO, LENGTH) % VOCAB
+    labels = tokens.masked_fill(tokens % 3 == 0, -100)
+    loss = model(input_ids=tokens, labels=labels, **more).loss
+    loss.backward()
+    return loss.detach(), [parameter.grad for parameter in model.parameters() if parameter.dim() == 1]
+
+
+def losses_in_parts(world, kind, more):
+    model = split_model(make(kind), make_team(world.size, world, 60.0))
+    return losses_of(model, **more)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize("more", [{}, {"num_items_in_batch": 7}, {"num_items_in_batch": torch.tensor(5.0)}], ids=str)
+def test_a_causal_loss_is_computed_from_each_ranks_own_logits(kind, more, monkeypatch):
+    sizes, compute = [], losses.vocab_parallel_cross_entropy
+
+    def watched(logits, *args, **options):
+        sizes.append(logits.shape[-1])
+        return compute(logits, *args, **options)
+
+    monkeypatch.setattr(losses, "vocab_parallel_cross_entropy", watched)
+    expected, gradients = losses_of(make(kind), **more)
+    shared = run_ranks(2, losses_in_parts, kind, more)
+    assert sizes == [-(-VOCAB // 2)] * 2
+    for loss, found in shared:
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+        if kind == "llama":  # its norms are whole on each rank
+            torch.testing.assert_close(found, gradients, rtol=1e-4, atol=1e-6)
+    assert torch.equal(shared[0][0], shared[1][0])
+
+
+def loss_of_other_logits(world):
+    model = split_model(make("llama"), make_team(world.size, world, 60.0))
+    tokens = torch.arange(LENGTH).view(1, LENGTH)
+    logits = model(input_ids=tokens).logits
+    return [model.loss_function(logits=x, labels=tokens, vocab_size=VOCAB) for x in (logits, 2 * logits, logits / 1)]
+
+
+def test_logits_that_the_program_changed_have_transformers_own_loss():
+    own, doubled, copied = run_ranks(2, loss_of_other_logits)[0]
+    assert doubled != own
+    torch.testing.assert_close(copied, own)

@@ -29,6 +29,7 @@ from deeptide.tensor.cutting.rule import adapt_sizes, rule_plan
 from deeptide.tensor.cutting.slices import as_adding
 from deeptide.tensor.experts import as_sliced_experts, divides
 from deeptide.tensor.layers import as_column, as_heads, as_row, as_vocabulary, features_of, is_linear
+from deeptide.tensor.losses import CausalLoss
 from deeptide.tensor.team import Team, team_of
 
 _HEADS = ("num_attention_heads", "num_key_value_heads", "n_head")
@@ -177,6 +178,17 @@ def _apply(model: nn.Module, plan: Plan, team: Team) -> None:
             as_vocabulary(module, team)
         else:
             as_adding(module, team)
+    _compute_loss_in_parts(model, plan, team)
+
+
+def _compute_loss_in_parts(model: Any, plan: Plan, team: Team) -> None:
+    """A causal model of Transformers computes its loss from its head's own logits, where they are gathered."""
+    head: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    cuts = [plan[path] for path, module in model.named_modules() if module is head and path in plan]
+    gathers = any(cut.kind == COLUMN and cut.meets_whole and not cut.blocks for cut in cuts)
+    if gathers and CausalLoss.stands_in_for(getattr(model, "loss_function", None)):
+        head.tensor_is_head = True
+        model.loss_function = CausalLoss(model.loss_function, team)
 
 
 __all__ = ["check_plan", "plan_for", "split_model"]
