@@ -12,7 +12,7 @@ import deeptide
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -95,7 +95,10 @@ class Torch(Plain):
             "lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
         }
         parallelize_module(self.model, mesh, plan)
-        self.optimizer = task.fused_adamw(self.model.parameters(), size)
+        groups = {True: [], False: []}  # its optimizers take no tensors of both kinds together
+        for parameter in self.model.parameters():
+            groups[isinstance(parameter, DTensor)].append(parameter)
+        self.optimizer = task.fused_adamw([{"params": group} for group in groups.values()], size)
 
     def step(self, tokens):
         with loss_parallel():
