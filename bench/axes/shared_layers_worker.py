@@ -115,12 +115,11 @@ class DeepSpeed:
         config = zero_config(0, "fp32", size) | {
             "tensor_parallel": {
                 "autotp_size": dist.get_world_size(),
-                "dtype": torch.float32,
                 "preset_model": "llama",
                 "tp_overlap_comm": overlaps,
             },
         }
-        model = make_model(size)
+        model = deepspeed.tp_model_init(make_model(size), dist.get_world_size(), torch.float32)
         self.engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
 
     step = Here.step
