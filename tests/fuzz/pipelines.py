@@ -5,7 +5,7 @@
 The other programs compare that with torch.
 
 program = {"seed", "form": layers | blocks, "pair": an encoder and a decoder, "blocks", "width", "tie", "lent",
-           "words": torch's embedding and head, "frozen": [parts of names], "recompute",
+           "words": torch's embedding and head, "gated": blocks', "frozen": [parts of names], "recompute",
            "batch": dict | tuple | loss_fn, "optimizer": a section, "clipping",
            "hosts": 1 | 2: with two, each has a folder of its own, where all phases have two data ranks,
            "phases": [{"stages", "chunks", "data", "tensor", "zero", "schedule", "bf16", "gas",
@@ -40,7 +40,7 @@ from deeptide.tensor.cutting.slices import slices_of
 
 VOCABULARY, ROWS = 11, 2
 SPECS = [
-    {"patterns": [r".*\.up\.weight"], "partition_type": "column"},
+    {"patterns": [r".*\.(up|gate)\.weight"], "partition_type": "column"},
     {"patterns": [r".*\.down\.weight"], "partition_type": "row"},
     {"patterns": [r"head\.weight"], "partition_type": "column", "gather_output": True},
 ]
@@ -50,9 +50,10 @@ CALL = "import sys, json, pipelines; pipelines.main(*json.loads(sys.argv[1]))"
 class Block(nn.Module):
     """Changes its input and counts in a buffer; hands on one tensor."""
 
-    def __init__(self, width, recompute=False):
+    def __init__(self, width, gated=False):
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.gate = nn.Linear(width, 2 * width, bias=False) if gated else None
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, hidden, mask=None, memory=None):
@@ -60,7 +61,9 @@ class Block(nn.Module):
             hidden = hidden + memory.mean(1, keepdim=True)
         if self.training and torch.is_grad_enabled():
             self.calls += 1
-        change = self.down(F.gelu(self.up(self.norm(hidden))))
+        normed = self.norm(hidden)
+        inner = F.gelu(self.up(normed))
+        change = self.down(inner if self.gate is None else inner * self.gate(normed))
         return hidden + (change if mask is None else change * mask)
 
 
@@ -89,9 +92,9 @@ def logits_of(embedding, hidden):
 class Half(nn.Module):
     """An encoder, or a decoder."""
 
-    def __init__(self, embed, blocks, width):
+    def __init__(self, embed, blocks):
         super().__init__()
-        self.embed, self.blocks, self.norm = embed, nn.ModuleList(Block(width) for _ in range(blocks)), nn.Tanh()
+        self.embed, self.blocks, self.norm = embed, nn.ModuleList(blocks), nn.Tanh()
 
 
 class Blocks(nn.Module):
@@ -106,12 +109,11 @@ class Blocks(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), Head(width)
         if program["words"]:
             self.embed, self.head = nn.Embedding(VOCABULARY, width), nn.Linear(width, VOCABULARY, bias=False)
+        blocks, first = [Block(width, program["gated"]) for _ in range(program["blocks"])], program["blocks"] // 2
         if program["pair"]:
-            first = program["blocks"] // 2
-            self.encoder = Half(self.embed, first, width)
-            self.decoder = Half(self.embed, program["blocks"] - first, width)
+            self.encoder, self.decoder = Half(self.embed, blocks[:first]), Half(self.embed, blocks[first:])
         else:
-            self.blocks = nn.ModuleList(Block(width) for _ in range(program["blocks"]))
+            self.blocks = nn.ModuleList(blocks)
         self._modules["norm"], self._modules["head"] = self._modules.pop("norm"), self._modules.pop("head")
         if program["tie"]:
             self.head.weight = self.embed.weight
@@ -231,7 +233,7 @@ def program_of(seed):
         phase["activations"] = drawn if form == "blocks" else None
     return {
         "seed": seed, "form": form, "pair": pair, "blocks": draw.randint(4, 6),
-        "width": draw.choice([4, 6]), "tie": tie,
+        "width": draw.choice([4, 6]), "tie": tie, "gated": random.Random(f"gated {seed}").random() < 0.4,
         "lent": form == "blocks" and draw.random() < 0.4, "words": form == "blocks" and draw.random() < 0.5,
         "frozen": [] if tie else frozen,
         "recompute": draw.choice(["", "", "calls"]), "batch": draw.choice(["dict", "tuple", "loss_fn"]),

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.nn import functional as F
@@ -43,8 +43,16 @@ class Slice:
         dim = self.dim if self.dim >= 0 else self.dim + slices.dim() - 1
         parts = [-(-block // slices.shape[0]) for block in self.blocks]
         ranks = [rank.split(parts, dim) for rank in slices.unbind(0)]
-        blocks = [torch.cat(of_ranks, dim) for of_ranks in zip(*ranks, strict=True)]
-        return torch.cat([values.narrow(dim, 0, block) for values, block in zip(blocks, self.blocks, strict=True)], dim)
+        parts_of_all = zip(zip(*ranks, strict=True), self.blocks, strict=True)
+        return torch.cat([part for of_ranks, block in parts_of_all for part in _trimmed(of_ranks, block, dim)], dim)
+
+
+def _trimmed(parts: Sequence[torch.Tensor], block: int, dim: int) -> Iterator[torch.Tensor]:
+    """The ranks' parts of a block, without what pads it."""
+    for part in parts:
+        size = min(block, part.shape[dim])
+        yield part.narrow(dim, 0, size)
+        block -= size
 
 
 def rows_of(x: torch.Tensor, team: Team, dim: int) -> torch.Tensor:
