@@ -23,6 +23,8 @@
 #include "deeptide/profiler.h"
 #include "deeptide/reports.h"
 #include "deeptide/snapshot.h"
+#include "deeptide/sparse_attention.h"
+#include "deeptide/tensor_layers.h"
 #include "deeptide/version.h"
 #include "deeptide/weights.h"
 #include "deeptide/world.h"

@@ -1,13 +1,12 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Layers that ranks share, in C++: the numbers of the whole model, and its checkpoints.
-#include "deeptide/tensor_team.h"
-
 #include <gtest/gtest.h>
 
 #include <map>
 
 #include "checkpoint/format/region.h"
+#include "deeptide/tensor_layers.h"
 #include "engine/model/slices.h"
 #include "engine/models.h"
 #include "errors.h"
@@ -19,30 +18,10 @@ namespace {
 using at::Tensor;
 using checkpoint::Piece;
 using checkpoint::Region;
-using torch::autograd::AutogradContext;
-using torch::autograd::tensor_list;
 using world::Axis;
 
 constexpr int kTeam = 2, kData = 2, kSteps = 3;
 constexpr int64_t kMicro = 2;
-
-struct ToTeam : torch::autograd::Function<ToTeam> {
-  static Tensor forward(AutogradContext* context, const Tensor& x, int64_t team) {
-    context->saved_data["team"] = team;
-    return x.view_as(x);
-  }
-  static tensor_list backward(AutogradContext* context, tensor_list gradients) {
-    auto* const team = reinterpret_cast<TensorTeam*>(context->saved_data["team"].toInt());
-    return {team->all_reduce(gradients[0], "backward"), Tensor()};
-  }
-};
-
-struct Summed : torch::autograd::Function<Summed> {
-  static Tensor forward(AutogradContext*, const Tensor& x, int64_t team) {
-    return reinterpret_cast<TensorTeam*>(team)->all_reduce(x, "forward");
-  }
-  static tensor_list backward(AutogradContext*, tensor_list gradients) { return {gradients[0], Tensor()}; }
-};
 
 /// A model whose MLP a team shares; without a team, the whole one.
 struct SharedImpl : torch::nn::Module {
@@ -51,47 +30,33 @@ struct SharedImpl : torch::nn::Module {
     register_module("block", block);
     register_module("head", head);
   }
-  void cut(TensorTeam& with) {
-    const at::NoGradGuard no_grad;
-    team = reinterpret_cast<int64_t>(&with);
-    const int64_t part = 3 * kWidth / with.size(), begin = with.index() * part;
-    for (auto& [parameter, dim] : std::vector<std::pair<Tensor, int64_t>>{
-             {block->up->weight, 0}, {block->up->bias, 0}, {block->down->weight, 1}}) {
-      parameter.set_data(parameter.narrow(dim, begin, part).contiguous().clone());
-    }
+  void share(const TensorTeamPtr& team) {
+    up = block->replace_module("up", ColumnParallelLinear(block->up, team));
+    down = block->replace_module("down", RowParallelLinear(block->down, team));
   }
   Tensor loss(const Tensor& tokens, const Tensor& targets) {
-    Tensor x = embed(tokens), normed = block->norm(x);
-    if (team == 0) {
-      x = x + block->down(torch::gelu(block->up(normed)));
-    } else {
-      const Tensor hidden = torch::gelu(block->up(ToTeam::apply(normed, team)));
-      x = x + Summed::apply(torch::linear(hidden, block->down->weight), team) + block->down->bias;
-    }
-    return torch::nn::functional::cross_entropy(head(x).to(torch::kFloat), targets);
+    const Tensor x = embed(tokens), normed = block->norm(x);
+    const Tensor change = up ? down(torch::gelu(up(normed))) : block->down(torch::gelu(block->up(normed)));
+    return torch::nn::functional::cross_entropy(head(x + change).to(torch::kFloat), targets);
   }
   torch::nn::Embedding embed;
   Block block;
   torch::nn::Linear head;
-  int64_t team = 0;
+  ColumnParallelLinear up = nullptr;
+  RowParallelLinear down = nullptr;
 };
 TORCH_MODULE(Shared);
-
-std::vector<TensorSlice> slices() {
-  return {
-      {"block.up.weight", 0, {3 * kWidth}}, {"block.up.bias", 0, {3 * kWidth}}, {"block.down.weight", 1, {3 * kWidth}}};
-}
 
 Config config_at(int stage) { return config_of(stage, kMicro, 1, false, Ranks::apart); }
 
 struct MeshTraining {
   MeshTraining(const World& world, int stage, int size)
-      : model(make_seeded([] { return Shared(); })), team(std::make_shared<TensorTeam>(world, size, 60.0)) {
+      : team(std::make_shared<TensorTeam>(world, size, 60.0)), model(make_seeded([] { return Shared(); })) {
     InitOptions options;
     options.world = world;
     if (size > 1) {
-      model->cut(*team);
-      options.axes = tensor_axes({.tensor = size}, world.size, slices(), {}, team);
+      model->share(team);
+      options.axes = tensor_axes({.tensor = size}, world.size, tensor_slices(*model), {}, team);
     }
     engine.emplace(initialize(*model, config_at(stage), options));
   }
@@ -113,8 +78,8 @@ struct MeshTraining {
     return found;
   }
 
-  Shared model;
   std::shared_ptr<TensorTeam> team;
+  Shared model;
   std::optional<Engine> engine;
   std::vector<double> losses, norms;
 };

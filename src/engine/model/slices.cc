@@ -4,6 +4,7 @@
 #include "engine/model/slices.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <functional>
@@ -212,6 +213,21 @@ Tensor joined(const TensorSlice& slice, const Tensor& slices) {
     }
   }
   return whole;
+}
+
+Tensor cut(const TensorSlice& slice, const Tensor& whole, int ranks, int index) {
+  std::vector<int64_t> local = whole.sizes().vec();
+  int64_t& features = local[static_cast<size_t>(slice.dim)];
+  features = 0;
+  for (const int64_t block : slice.blocks) features += (block + ranks - 1) / ranks;
+  Tensor part = at::zeros(local, whole.options());
+  const int64_t inner = product(at::IntArrayRef(local).slice(static_cast<size_t>(slice.dim) + 1));
+  for (const Band& band : rows_of(slice, local, index, ranks).bands) {
+    if (band.width == 0) continue;
+    part.narrow(slice.dim, band.here / inner, band.width / inner)
+        .copy_(whole.narrow(slice.dim, band.there / inner, band.width / inner));
+  }
+  return part;
 }
 
 }  // namespace deeptide::engine

@@ -29,4 +29,7 @@ std::vector<checkpoint::Piece> whole_pieces(const Topology& topology, const Boun
 /// The whole parameter, from every rank's slice. Shapes: slices (ranks, *local).
 at::Tensor joined(const TensorSlice& slice, const at::Tensor& slices);
 
+/// The slice of rank `index` of `ranks`, in memory of its own, padded with zeros.
+at::Tensor cut(const TensorSlice& slice, const at::Tensor& whole, int ranks, int index);
+
 }  // namespace deeptide::engine

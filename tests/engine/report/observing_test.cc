@@ -11,7 +11,7 @@
 #include "engine/models.h"
 #include "ranks.h"
 
-namespace deeptide {
+namespace deeptide::observing {
 namespace {
 
 namespace fs = std::filesystem;
@@ -113,4 +113,4 @@ TEST_F(Observing, WritesEachFileOnce) {
 }
 
 }  // namespace
-}  // namespace deeptide
+}  // namespace deeptide::observing

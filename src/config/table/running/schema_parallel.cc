@@ -48,6 +48,8 @@ Key layer_specs() {
               "Objects of patterns, partition_type, shape, partition_dim, model_types, gather_output, grad_allreduce.");
 }
 
+constexpr const char* kOwnLogits = "a causal model's loss is computed from each rank's own logits";
+
 Key tensor_parallel_section() {
   const char* const own_plan = "the model's own plan, or the rule of names, cuts its layers";
   return section(
@@ -55,7 +57,10 @@ Key tensor_parallel_section() {
              {
                  choice("dtype", "fp16", {"fp32", "fp16", "bf16"}, "Data type.").never("the model has its own"),
                  integer("autotp_size", 0, "Ranks that share each layer, as parallel.tensor; 0: off.").at_least(0),
-                 flag("tp_overlap_comm", false, "Overlap its communication.").never("a layer waits for its sum"),
+                 flag("tp_overlap_comm", false, "Overlap its communication.")
+                     .never("a sum of gradients always travels while those of weights are computed"),
+                 flag("vocab_parallel_lm_head", {}, "Cut the head by words.").never(kOwnLogits),
+                 choice("vocab_parallel_ce_backend", "torch", {"torch", "liger"}, "Its loss.").never(kOwnLogits),
                  section("tensor_parallel", "Its group.",
                          {integer("tp_size", 1, "Ranks, where autotp_size is 0.").at_least(1),
                           integer("tp_grain_size", 1, "Smallest share.").at_least(1).never("shares are equal"),
