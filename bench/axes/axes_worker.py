@@ -9,7 +9,6 @@ import argparse
 import copy
 import importlib.util
 import json
-import time
 from pathlib import Path
 
 import deeptide
@@ -20,6 +19,7 @@ from torch.distributed import pipelining
 from torch.nn import functional as F
 
 import task
+from axes.by_turns import step_by_turns
 from contenders.zero_config import zero_config
 from settings import SIZES
 
@@ -163,18 +163,12 @@ def measure(options):
         made["deepspeed 1f1b"] = DeepSpeed(copy.deepcopy(model), size, count, bounds["1f1b"])
     made["busy"] = Busy(copy.deepcopy(model), size, next(iter(bounds.values())))
     draws = torch.Generator().manual_seed(1)
-    seconds, losses = {name: [] for name in made}, {name: [] for name in made}
-    for turn in range(options.warmup + options.steps):
+
+    def draw():
         tokens = torch.randint(0, size.vocabulary, (count * size.batch, size.context + 1), generator=draws)
-        names = list(made) if turn % 2 == 0 else list(reversed(made))
-        for name in names:
-            dist.barrier()
-            begin = time.perf_counter()
-            loss = made[name].step(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), size)
-            if turn >= options.warmup:
-                seconds[name].append(time.perf_counter() - begin)
-            losses[name].append(loss)
-    return {"seconds": seconds, "losses": losses, "bounds": bounds}
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), size
+
+    return step_by_turns(made, draw, options) | {"bounds": bounds}
 
 
 def main():

@@ -5,7 +5,6 @@
 import argparse
 import importlib.util
 import json
-import time
 from pathlib import Path
 
 import deeptide
@@ -17,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import task
+from axes.by_turns import step_by_turns
 from contenders.zero_config import zero_config
 from settings import SEED, SIZES
 
@@ -134,17 +134,8 @@ def measure(options):
         made["deepspeed"] = DeepSpeed(size, options.overlap)
     made |= {"halves": Plain(size, dist.get_world_size()), "whole": Plain(size, 1)}
     draws = torch.Generator().manual_seed(1)
-    seconds, losses = {name: [] for name in made}, {name: [] for name in made}
-    for turn in range(options.warmup + options.steps):
-        tokens = torch.randint(0, size.vocabulary, (options.batch, size.context), generator=draws)
-        for name in list(made) if turn % 2 == 0 else list(reversed(made)):
-            dist.barrier()
-            begin = time.perf_counter()
-            loss = made[name].step(tokens)
-            if turn >= options.warmup:
-                seconds[name].append(time.perf_counter() - begin)
-            losses[name].append(loss)
-    return {"seconds": seconds, "losses": losses}
+    shape = (options.batch, size.context)
+    return step_by_turns(made, lambda: [torch.randint(0, size.vocabulary, shape, generator=draws)], options)
 
 
 def main():

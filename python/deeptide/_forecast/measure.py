@@ -60,6 +60,17 @@ class MicroBatch:
         return sum(part.flops for part in self.parts)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Sum:
+    """Stands in for a sum that travels."""
+
+    result: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        """The sum."""
+        return self.result
+
+
 class _Exchanges:
     """Stands in for the ranks that share layers: shapes alone, and a count of bytes."""
 
@@ -85,6 +96,14 @@ class _Exchanges:
         """The tensor has the rows of all ranks."""
         self._send(tensor, 1)
         return tensor.detach()[0].clone()
+
+    def start_all_reduce(self, tensor: torch.Tensor, phase: str) -> _Sum:
+        """An all_reduce, whose result is there already."""
+        return _Sum(self.all_reduce(tensor, phase))
+
+    def start_reduce_scatter(self, tensor: torch.Tensor, phase: str) -> _Sum:
+        """A reduce_scatter, likewise."""
+        return _Sum(self.reduce_scatter(tensor, phase))
 
     def broadcast(self, tensor: torch.Tensor, phase: str) -> None:
         """Values do not matter here."""
