@@ -147,12 +147,12 @@ def run_watched(command, world, timeout, **settings):
     return outcome
 
 
-def run_job(contender, precision, allocator, options, places=None):
-    """Trains a little: run_watched's answer for worker.py."""
+def run_job(contender, precision, allocator, options, places=None, more=()):
+    """Trains a little: run_watched's answer for worker.py, with `more` words for it."""
     world = len(places) if places else WORLD
     command = [
         *script("worker"), "--contender", contender, "--model", options.model, "--precision", precision,
-        "--warmup", str(options.warmup), "--steps", str(options.steps),
+        "--warmup", str(options.warmup), "--steps", str(options.steps), *more,
     ]  # fmt: skip
     steps_seconds = (options.warmup + options.steps) * SIZES[options.model].slowest_step
     timeout = options.timeout or SET_UP_SECONDS + steps_seconds

@@ -1,17 +1,26 @@
 #!/usr/bin/env python3
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""Times two builds of Deeptide in turns, which tells a change from the machine's noise, and prints a Markdown table."""
+"""Times two builds of Deeptide, whose jobs live at the same time and step by turns; prints a Markdown table.
+
+Difference: the median of each turn's, with its 95 % interval; of a step's time on the slower rank, and of the time of
+processors that both ranks' threads took, which does not count what else the machine does.
+"""
 
 import argparse
+import contextlib
 import itertools
 import statistics
 import sys
+import tempfile
+import threading
 from pathlib import Path
 
 import output
 from jobs import run_job
 from settings import SIZES
+from step.pairs import difference
+from step.turns import NAMES, Tokens
 
 
 def parse_arguments():
@@ -21,7 +30,7 @@ def parse_arguments():
     parser.add_argument("--model", choices=SIZES, default="46m")
     parser.add_argument("--precision", choices=("fp32", "bf16"), nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--stage", type=int, choices=range(4), nargs="+", default=[0, 3])
-    parser.add_argument("--rounds", type=int, default=4, help="fresh jobs of each build")
+    parser.add_argument("--rounds", type=int, default=3, help="fresh pairs of jobs")
     parser.add_argument("--steps", type=int, help="timed steps in a job; not given: as the model's size suggests")
     parser.add_argument("--warmup", type=int, help="untimed steps before them; likewise")
     parser.add_argument("--timeout", type=float, help="seconds for a job; not given: as steps and size suggest")
@@ -31,38 +40,58 @@ def parse_arguments():
     return options
 
 
-def _job(options, folder, precision, stage):
-    """(seconds of each step on its slowest rank, last loss of rank 0)."""
-    of_build = argparse.Namespace(**{**vars(options), "deeptide": folder})
-    outcome = run_job(f"deeptide-{stage}", precision, "its own", of_build)
-    if "ranks" not in outcome:
-        raise SystemExit(f"{folder}: {outcome}")
-    steps = zip(*(rank["step_seconds"] for rank in outcome["ranks"]), strict=True)
-    return [max(step) for step in steps], outcome["ranks"][0]["losses"][-1]
+def _pair(options, precision, stage):
+    """By build: what its job's ranks measured. Both jobs live at the same time, and step by turns."""
+    found = {}
+    with tempfile.TemporaryDirectory(prefix="deeptide-bench-") as folder, contextlib.closing(Tokens(folder)) as tokens:
+
+        def run(name, package):
+            of_build = argparse.Namespace(**{**vars(options), "deeptide": package})
+            more = ["--turns", folder, "--name", name]
+            found[name] = run_job(f"deeptide-{stage}", precision, "its own", of_build, more=more)
+            for other in set(NAMES) - {name}:
+                tokens.give(other, options.warmup + options.steps)
+
+        jobs = [
+            threading.Thread(target=run, args=pair)
+            for pair in zip(NAMES, (options.old, options.deeptide), strict=True)
+        ]
+        for job in jobs:
+            job.start()
+        for job in jobs:
+            job.join()
+    for name in NAMES:
+        if "ranks" not in found[name]:
+            raise SystemExit(f"the {name} build: {found[name]}")
+    return {name: found[name]["ranks"] for name in NAMES}
+
+
+def _of_steps(ranks, kind, over):
+    return [over(step) for step in zip(*(rank[kind] for rank in ranks), strict=True)]
 
 
 def _row(options, precision, stage):
-    builds = [("old", options.old), ("new", options.deeptide)]
-    seconds, losses = {"old": [], "new": []}, {}
-    for number in range(options.rounds):
-        for build, folder in builds if number % 2 == 0 else reversed(builds):
-            steps, losses[build] = _job(options, folder, precision, stage)
-            seconds[build] += steps
-    figures = [
-        1e3 * measure(seconds[build])
-        for measure, build in itertools.product((min, statistics.median), ("old", "new"))
-    ]  # fmt: skip
-    ratios = [figures[1] / figures[0], figures[3] / figures[2]]
-    same = "equal" if losses["old"] == losses["new"] else f"{losses['old']} and {losses['new']}"
-    words = [options.model, precision, stage, *(f"{f:.1f}" for f in figures), *(f"{r:.3f}" for r in ratios), same]
+    seconds, busy = ({name: [] for name in NAMES} for _ in range(2))
+    losses = {}
+    for _ in range(options.rounds):
+        for name, ranks in _pair(options, precision, stage).items():
+            seconds[name] += _of_steps(ranks, "step_seconds", max)
+            busy[name] += _of_steps(ranks, "step_processor_seconds", sum)
+            losses[name] = ranks[0]["losses"][-1]
+    old, new = (seconds[name] for name in NAMES)
+    figures = [f"{1e3 * measure(each):.0f}" for measure in (min, statistics.median) for each in (old, new)]
+    same = "equal" if len(set(losses.values())) == 1 else f"{losses['old']} and {losses['new']}"
+    words = [options.model, precision, stage, len(old), *figures, difference(old, new)]
+    words += [difference(*(busy[name] for name in NAMES)), same]
     print("|", " | ".join(map(str, words)), "|", flush=True)
 
 
 def main():
     options = parse_arguments()
-    heads = "model, precision, stage, old best (ms), new best (ms), old median, new median, best, median, last losses"
+    heads = "model, precision, stage, steps, old best (ms), new best (ms), old median, new median"
+    heads += ", difference, of processors' time, last losses"
     print("|", heads.replace(", ", " | "), "|")
-    print("|", " | ".join(["---"] * 10), "|")
+    print("|", " | ".join(["---"] * 11), "|")
     for precision, stage in itertools.product(options.precision, options.stage):
         _row(options, precision, stage)
 

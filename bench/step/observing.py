@@ -20,6 +20,7 @@ from jobs import run_ranks, script
 from memory import JobMemory
 from settings import SIZES, WORLD
 from step.observing_worker import OBSERVERS
+from step.pairs import difference
 
 LEGEND = """\
 Two ranks of one thread. Each turn steps an engine that nobody observes and one that is observed, every other turn in
@@ -67,28 +68,10 @@ def run_looked_at(command, timeout):
         return {"error": "the job ended without a result", "logs": [log.read_text(errors="replace")[-4000:]]}
 
 
-def interval(values):
-    """The 95 % interval of the median: what lies below and above half of as many coin tosses."""
-    ordered, chance, at = sorted(values), 0.5 ** len(values), 0
-    below = chance
-    while below <= 0.025 and at < len(values) // 2:
-        at += 1
-        chance = chance * (len(values) - at + 1) / at
-        below += chance
-    at = max(at - 1, 0)
-    return ordered[at], ordered[-1 - at]
-
-
 def steps_of(ranks, kind):
     """([seconds of the slower rank], [seconds of processors, all ranks together]) of each step."""
     turns = list(zip(*(rank[kind] for rank in ranks), strict=True))
     return [max(wall for wall, _ in turn) for turn in turns], [sum(busy for _, busy in turn) for turn in turns]
-
-
-def difference(plain, observed):
-    shares = [100 * (b / a - 1) for a, b in zip(plain, observed, strict=True)]
-    low, high = interval(shares)
-    return f"{median(shares):+.2f} % ({low:+.2f} to {high:+.2f})"
 
 
 def row(observer, outcome):

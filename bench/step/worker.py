@@ -18,6 +18,7 @@ import contenders
 import memory
 import task
 from settings import SIZES
+from step.turns import NAMES, Turns
 
 
 def parse_arguments():
@@ -27,6 +28,8 @@ def parse_arguments():
     parser.add_argument("--precision", required=True)
     parser.add_argument("--warmup", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--turns", type=Path, help="folder of the pipes of a job beside this one")
+    parser.add_argument("--name", choices=NAMES, help="this one's name there")
     parser.add_argument("--result", type=Path, required=True)
     return parser.parse_args()
 
@@ -42,23 +45,26 @@ def measure(arguments, setup):
     setup_seconds = time.perf_counter() - begin
     del model  # whoever trains it keeps it
     torch.set_num_threads(1)  # again: a framework may have set its own number
-    seconds, losses = [], []
+    turns = Turns(arguments.turns, arguments.name)
+    seconds, busy, losses = [], [], []
     for index in range(arguments.warmup + arguments.steps):
         if index == arguments.warmup:
             setup_peak_rss = memory.peak_rss()  # up to here: building, sharding, states made by the first step
             memory.reset_peak_rss()
             steps_begin, processor_begin = time.monotonic(), time.process_time()
         x, y = batches[index % len(batches)]
-        dist.barrier()
-        begin = time.perf_counter()
-        loss = step(x, y)
-        seconds.append(time.perf_counter() - begin)
+        with turns.mine():
+            begin, busy_begin = time.perf_counter(), time.process_time()
+            loss = step(x, y)
+            seconds.append(time.perf_counter() - begin)
+            busy.append(time.process_time() - busy_begin)
         losses.append(float(loss.detach()))
     return {
         "setup_seconds": setup_seconds,
         "steps_between": (steps_begin, time.monotonic()),  # on the clock of all processes: the parent watched memory
         "warmup_seconds": seconds[: arguments.warmup],
         "step_seconds": seconds[arguments.warmup :],
+        "step_processor_seconds": busy[arguments.warmup :],
         "processor_seconds": (time.process_time() - processor_begin) / arguments.steps,
         "losses": losses,
         "setup_peak_rss": setup_peak_rss,

@@ -24,7 +24,7 @@ using TensorTeamPtr = std::shared_ptr<TensorTeam>;
 
 /// Passes an activation that all ranks have alike into layers that they share: its gradient is the sum of the ranks'
 /// gradients. Layers that take one activation are given one result, and `project` it: queries, keys and values have one
-/// sum then. Collective in backward. Shapes: any.
+/// sum then. It travels while the gradients of their weights are computed. Collective in backward. Shapes: any.
 DEEPTIDE_API at::Tensor enter_team(const at::Tensor& x, const TensorTeamPtr& team);
 /// The sum of what the ranks have, whose gradient is each rank's: what they share becomes what all have alike.
 DEEPTIDE_API at::Tensor leave_team(const at::Tensor& x, const TensorTeamPtr& team);
@@ -65,7 +65,7 @@ class DEEPTIDE_API ColumnParallelLinearImpl : public torch::nn::Module, public S
   ColumnParallelLinearImpl(const torch::nn::Linear& whole, const TensorTeamPtr& team,
                            ColumnParallelOptions options = {});
   at::Tensor forward(const at::Tensor& x);
-  /// The same for what has entered already.
+  /// The same for what enter_team returned.
   at::Tensor project(const at::Tensor& entered);
 
   at::Tensor weight, bias;  // bias: undefined without one

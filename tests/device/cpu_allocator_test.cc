@@ -5,16 +5,15 @@
 #include <ATen/ops/full.h>
 #include <c10/core/CPUAllocator.h>
 #include <gtest/gtest.h>
-#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
-#include <fstream>
 #include <functional>
 #include <string>
 #include <thread>
 
+#include "address_space.h"
 #include "base/resources.h"
 #include "base/sanitizers.h"
 #include "deeptide/allocator.h"
@@ -42,13 +41,6 @@ class CpuAllocator : public testing::Test {
     ASSERT_TRUE(install_cpu_allocator());
   }
 };
-
-/// All that the process has mapped.
-uint64_t mapped_bytes() {
-  uint64_t pages = 0;
-  std::ifstream("/proc/self/statm") >> pages;
-  return pages * static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
-}
 
 int64_t in_use() { return cpu_allocator_stats().in_use_bytes; }
 
@@ -136,17 +128,9 @@ TEST_F(CpuAllocator, SurvivesForks) {
   busy.join();
 }
 
-/// From now on little more may be mapped than is.
-void limit_addresses() {
-  rlimit space{};
-  ::getrlimit(RLIMIT_AS, &space);
-  space.rlim_cur = mapped_bytes() + (1 << 20);
-  ::setrlimit(RLIMIT_AS, &space);
-}
-
 /// Starts threads that stay until one needs what lies idle. Returns whether each has started.
 bool start_beyond_idle_memory() {
-  limit_addresses();
+  limit_addresses(1 << 20);
   while (cpu_allocator_stats().idle_bytes > 0) {
     std::thread thread = start_thread([] { ::pause(); });
     if (!thread.joinable()) return false;
@@ -172,7 +156,7 @@ TEST_F(CpuAllocator, GivesIdleMemoryBackForAThreadsStack) {
 
 TEST_F(CpuAllocator, GivesIdleMemoryBackForTheAddressesOfSharedMemory) {
   EXPECT_TRUE(holds_beside_idle_memory([] {
-    limit_addresses();
+    limit_addresses(1 << 20);
     const auto memory = device::SharedMemory::create(32 << 20);
     return memory != nullptr && cpu_allocator_stats().idle_bytes == 0;
   }));

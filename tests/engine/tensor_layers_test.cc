@@ -66,6 +66,32 @@ TEST(TensorLayers, AreTheWholeLayers) {
   }
 }
 
+TEST(TensorLayers, SendTheirSumBesideTheirWeightsGradients) {
+  run_ranks(2, [](const World& world) {
+    const auto team = std::make_shared<TensorTeam>(world, world.size, 60.0);
+    const torch::nn::Linear whole(4, 6);
+    ColumnParallelLinear one(whole, team), other(whole, team);
+    std::string order;
+    const auto note = [&order](const Tensor& tensor, char sign) {
+      tensor.register_hook([&order, sign](const Tensor&) { order += sign; });
+    };
+    const Tensor x = torch::ones({2, 4}).requires_grad_(), given = x * 1, entered = enter_team(given, team);
+    note(given, 'x');    // when the sum has come
+    note(entered, 's');  // when it begins
+    for (const ColumnParallelLinear& layer : {one, other}) {
+      note(layer->weight, 'w');
+      note(layer->bias, 'b');
+    }
+    (one->project(entered) + other->project(entered)).sum().backward();
+    EXPECT_EQ(order.front(), 's');
+    EXPECT_EQ(order.back(), 'x');
+    EXPECT_EQ(order.size(), 6U);
+    const Tensor stranger = torch::ones({2, 4}).requires_grad_();  // a sum on other ranks is not its matter
+    one->project(stranger).sum().backward();
+    EXPECT_TRUE(at::allclose(stranger.grad(), at::matmul(torch::ones({2, 3}), one->weight)));
+  });
+}
+
 void compare_words(const World& world, int64_t words, at::Reduction::Reduction reduction) {
   const auto team = std::make_shared<TensorTeam>(world, world.size, 60.0);
   torch::nn::Embedding embed(words, 8);

@@ -11,6 +11,7 @@
 
 #include "deeptide/tensor_layers.h"
 #include "engine/model/slices.h"
+#include "engine/tensor/entry.h"
 #include "engine/tensor/with_backward.h"
 
 namespace deeptide {
@@ -33,12 +34,6 @@ TensorSlice features_of(const Tensor& x, std::vector<int64_t> blocks) {
 }
 
 }  // namespace
-
-Tensor enter_team(const Tensor& x, const TensorTeamPtr& team) {
-  return with_backward(
-      x, [](const Tensor& given) { return given.detach(); },
-      [team](const Tensor& gradient) { return team->all_reduce(gradient, "backward"); });
-}
 
 Tensor leave_team(const Tensor& x, const TensorTeamPtr& team) {
   return with_backward(
@@ -78,7 +73,7 @@ ColumnParallelLinearImpl::ColumnParallelLinearImpl(const torch::nn::Linear& whol
 Tensor ColumnParallelLinearImpl::forward(const Tensor& x) { return project(enter_team(x, team_)); }
 
 Tensor ColumnParallelLinearImpl::project(const Tensor& entered) {
-  const Tensor output = at::linear(entered, weight, bias.defined() ? std::optional(bias) : std::nullopt);
+  const Tensor output = engine::product_of(entered, weight, bias);
   if (!options_.gather_output) return output;
   const TensorSlice slice = features_of(output, options_.blocks);
   return with_backward(

@@ -4,7 +4,6 @@
 #include "checkpoint/save/aligned_writer.h"
 
 #include <gtest/gtest.h>
-#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -13,6 +12,7 @@
 #include <iterator>
 #include <string>
 
+#include "address_space.h"
 #include "base/sanitizers.h"
 #include "checkpoint/scratch.h"
 
@@ -20,17 +20,6 @@ namespace deeptide::checkpoint {
 namespace {
 
 constexpr int64_t kRoom = int64_t{4} << 20;
-
-/// Lets this process map so many bytes more than it has.
-void limit_memory(int64_t more) {
-  std::ifstream counts("/proc/self/statm");
-  int64_t pages = 0;
-  counts >> pages;
-  rlimit space{};
-  ::getrlimit(RLIMIT_AS, &space);
-  space.rlim_cur = static_cast<rlim_t>(pages * ::sysconf(_SC_PAGESIZE) + more);
-  ::setrlimit(RLIMIT_AS, &space);
-}
 
 std::string bytes_of(int64_t count) {
   std::string text(static_cast<size_t>(count), '\0');
@@ -44,7 +33,7 @@ void write_and_compare(const std::string& text) {
   if (child == 0) {
     ::alarm(60);
     try {
-      limit_memory(kRoom);
+      limit_addresses(kRoom);
       AlignedWriter writer(scratch / "file", std::ssize(text));
       writer.append(text.data(), std::ssize(text));
       writer.finish();
