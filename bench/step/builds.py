@@ -53,8 +53,7 @@ def _pair(options, precision, stage):
                 tokens.give(other, options.warmup + options.steps)
 
         jobs = [
-            threading.Thread(target=run, args=pair)
-            for pair in zip(NAMES, (options.old, options.deeptide), strict=True)
+            threading.Thread(target=run, args=pair) for pair in zip(NAMES, (options.old, options.deeptide), strict=True)
         ]
         for job in jobs:
             job.start()
