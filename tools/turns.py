@@ -49,8 +49,8 @@ def turn() -> int:
 
 
 def changed_tests() -> list[str]:
-    """Returns the test files of tests/python that changed, or whose sources did."""
-    changed = tidy.changed_files(("tests/python/", *READS_SOURCES.values()))
+    """Returns the test files in Python that changed, or whose sources did."""
+    changed = tidy.changed_files(("tests/python/", "tests/hosts/", *READS_SOURCES.values()))
     tests = {name for name in changed if name.rpartition("/")[2].startswith("test_")}
     readers = {test for test, read in READS_SOURCES.items() if any(name.startswith(read) for name in changed)}
     return sorted(tests | readers)

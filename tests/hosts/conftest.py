@@ -21,20 +21,41 @@ sys.path[1:1] = [str(path) for path in sorted(Path(__file__).parent.iterdir()) i
 
 DEEPTIDE = shutil.which("deeptide")
 NUM_WORKERS = 8
+TURNS = 3
 # Debian's have names of their own; Intel's is where tools/setup.sh puts it.
 MPIRUNS = {"openmpi": "mpirun.openmpi", "mpich": "mpirun.mpich", "impi": f"{sys.prefix}/impi/bin/mpirun"}
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: left out unless THOROUGH=1, or where a test is named by itself")
+    config.addinivalue_line("markers", "rotates: a third of its cases where TURN says which, unless its file CHANGED")
+
+
+def _of_other_turns(items):
+    """Cases of tests that rotate which are another turn's."""
+    if "TURN" not in os.environ:
+        return []
+    turn, changed, cases = int(os.environ["TURN"]), os.environ.get("CHANGED", "").split(), {}
+    for item in items:
+        path = item.path.relative_to(item.config.rootpath).as_posix()
+        if item.get_closest_marker("rotates") and path not in changed:
+            cases.setdefault(item.nodeid.split("[")[0], []).append(item)
+    return [
+        item
+        for grid in cases.values()
+        for number, item in enumerate(grid)
+        if number % min(TURNS, len(grid)) != turn % min(TURNS, len(grid))
+    ]
 
 
 def pytest_collection_modifyitems(config, items):
     if os.environ.get("THOROUGH") == "1" or any("::" in argument for argument in config.args):
         return
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    config.hook.pytest_deselected(items=slow)
-    items[:] = [item for item in items if item not in slow]
+    chosen = [item for item in items if not item.get_closest_marker("slow")]
+    others = _of_other_turns(chosen)
+    chosen = [item for item in chosen if item not in others]
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = chosen
 
 
 @pytest.fixture(scope="session")

@@ -48,8 +48,9 @@ class Turns(unittest.TestCase):
         for commits in range(3):
             for name in ("src/comm/group.cc", "tests/comm/group_test.cc"):
                 self.assertIn("comm", self.layers([name], commits))
-        self.given(["tests/python/engine/plan/test_plan.py", "tests/python/models.py", "src/base/json.cc"])
-        self.assertEqual(turns.changed_tests(), ["tests/python/engine/plan/test_plan.py"])
+        hosts = "tests/hosts/training/test_hangs.py"
+        self.given(["tests/python/engine/plan/test_plan.py", "tests/python/models.py", "src/base/json.cc", hosts])
+        self.assertEqual(turns.changed_tests(), [hosts, "tests/python/engine/plan/test_plan.py"])
 
     def test_are_as_many_again_at_most_of_many_that_changed(self):
         due = self.layers([])

@@ -141,6 +141,7 @@ def test_one_report_over_all_hosts_names_the_late(hosts):
     training.end()
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("launcher", ["ssh", "pdsh"])
 def test_ps_and_stacks_show_the_job_on_all_hosts(hosts, launcher):
     if not shutil.which(launcher):
@@ -173,6 +174,7 @@ def starter(request, hosts, launcher):
     return lambda *words: hosts.start_slurm(slurm, *words, more=Training.ENV)
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("launcher", ["openmpi", "mpich", "impi", "slurm"])
 def test_ranks_of_a_starter_are_in_one_report_too(request, hosts, launcher):
     training = Training(hosts, "--hang_timeout", "2", start=starter(request, hosts, launcher))

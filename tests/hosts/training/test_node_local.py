@@ -65,6 +65,7 @@ def run(hosts, how, stage, first, last, slots):
     return sorted(told, key=lambda line: line["rank"])
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(("how", "stage"), [("blocking", 1), ("beside", 3)])
 def test_a_run_goes_on_from_the_drives_of_its_hosts(hosts, how, stage):
     straight = run(hosts, how, stage, 0, 4, (2, 2))

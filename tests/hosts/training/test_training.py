@@ -87,6 +87,7 @@ EVERY_WAY += [way("ssh", (1, 1, 1))]
 EVERY_WAY += [way(launcher, (1, 1, 1), pytest.mark.slow) for launcher in ("pdsh", "openmpi")]
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(("launcher", "slots"), EVERY_WAY)
 def test_losses_are_those_of_one_machine(request, hosts, one_machine, launcher, slots):
     if launcher == "pdsh" and not shutil.which("pdsh"):
