@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deeptide.tensor.cutting.slices import Slice, cut_parameter
+from deeptide.tensor.cutting.slices import Slice, become, cut_parameter
 from deeptide.tensor.entry import entered
 from deeptide.tensor.functions import summed
 from deeptide.tensor.team import Team
@@ -56,4 +56,4 @@ def as_sliced_experts(module: nn.Module, team: Team) -> None:
     module.tensor_team = team  # type: ignore[assignment]
     for name, slice_ in slices_of_experts(module).items():
         cut_parameter(module, name, slice_, team)
-    module.__class__ = type(type(module).__name__, (SlicedExperts, type(module)), {})
+    become(module, SlicedExperts)

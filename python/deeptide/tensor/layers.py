@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from deeptide._C import ConfigError
-from deeptide.tensor.cutting.slices import Slice, as_adding, cut_parameter
-from deeptide.tensor.entry import product_of
+from deeptide.tensor.cutting.slices import Slice, as_adding, become, cut_parameter
+from deeptide.tensor.entry import entered, product_of
 from deeptide.tensor.functions import cut, joined, summed
 from deeptide.tensor.losses import note_part
 from deeptide.tensor.sequence import cut_sequence
@@ -156,8 +156,19 @@ class RowParallelConv1D(nn.Module):
         return _out_of_shared(self, F.linear(x, self.weight.t())) + self.bias
 
 
-_OF_CONV1D = {"column": ColumnParallelConv1D, "row": RowParallelConv1D}
-_OF_LINEAR = {"column": ColumnParallelLinear, "row": RowParallelLinear}
+class LatentProjection(nn.Module):
+    """The first product of multi-head latent attention (arXiv:2405.04434), whole on each rank: mixed into its class.
+
+    Its last features, the rotary part of the keys, go to each rank's heads by no further layer.
+    """
+
+    tensor_team: Team
+    tensor_parts: tuple[int, int]
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Shapes: (..., in) -> (..., latent + rotary)."""
+        latent, rotary = super().forward(input).split(self.tensor_parts, -1)
+        return torch.cat([latent, entered(rotary, self.tensor_team)], -1)
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -174,13 +185,6 @@ def features_of(module: nn.Module) -> tuple[int, int]:
     """(in, out) of a linear layer or Conv1D, as it was built: a weight that it shares may be cut already."""
     sizes: Any = (module.nx, module.nf) if is_conv1d(module) else (module.in_features, module.out_features)
     return sizes  # type: ignore[no-any-return]
-
-
-def _become(module: nn.Module, kinds: dict[str, type[nn.Module]], kind: str) -> None:
-    """The module stays the same object, with its hooks, and is of the old class too."""
-    cls = kinds[kind]
-    if not isinstance(module, cls):
-        module.__class__ = type(cls.__name__, (cls, type(module)), {}) if kinds is _OF_CONV1D else cls
 
 
 def _blocks(blocks: Sequence[int] | None, features: int) -> tuple[int, ...]:
@@ -221,7 +225,7 @@ def as_column(
     module.tensor_output = Slice(-1, slices["weight"].blocks)  # type: ignore[assignment]
     module.tensor_sequence = sequence  # type: ignore[assignment]
     _cut(module, slices, team)
-    _become(module, _OF_CONV1D if is_conv1d(module) else _OF_LINEAR, "column")  # type: ignore[arg-type]
+    become(module, ColumnParallelConv1D if is_conv1d(module) else ColumnParallelLinear)
 
 
 def as_row(
@@ -239,7 +243,13 @@ def as_row(
     if sequence:
         as_adding(module, team)  # the bias, which is added to a part of the positions
     _cut(module, slices, team)
-    _become(module, _OF_CONV1D if is_conv1d(module) else _OF_LINEAR, "row")  # type: ignore[arg-type]
+    become(module, RowParallelConv1D if is_conv1d(module) else RowParallelLinear)
+
+
+def as_latent(module: nn.Module, team: Team, parts: tuple[int, ...] | None) -> None:
+    """Makes a linear layer the projection of latents: its outputs are these two parts."""
+    module.tensor_team, module.tensor_parts = team, parts  # type: ignore[assignment]
+    become(module, LatentProjection)
 
 
 def as_heads(module: nn.Embedding, team: Team) -> None:
@@ -255,4 +265,4 @@ def as_vocabulary(module: nn.Embedding, team: Team) -> None:
             raise ConfigError(f"an embedding with {option} cannot be cut among ranks; leave {option} out")
     module.tensor_team = team  # type: ignore[assignment]
     _cut(module, slices_of_layer(module, "vocabulary"), team)
-    module.__class__ = VocabParallelEmbedding
+    become(module, VocabParallelEmbedding)

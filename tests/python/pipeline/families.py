@@ -34,6 +34,23 @@ FAMILIES = {
     "bert": lambda: transformers.BertForMaskedLM(
         transformers.BertConfig(hidden_dropout_prob=0, attention_probs_dropout_prob=0, **_SIZES, **_TOKENS)
     ),
+    "xlm-roberta": lambda: transformers.XLMRobertaForMaskedLM(
+        transformers.XLMRobertaConfig(
+            hidden_dropout_prob=0, attention_probs_dropout_prob=0, **_SIZES, **_TOKENS | {"pad_token_id": 0}
+        )
+    ),
+    "opt": lambda: transformers.OPTForCausalLM(
+        transformers.OPTConfig(
+            hidden_size=16,
+            word_embed_proj_dim=12,
+            num_hidden_layers=4,
+            num_attention_heads=2,
+            ffn_dim=20,
+            max_position_embeddings=16,
+            dropout=0,
+            **_TOKENS,
+        )
+    ),
     "vit": lambda: transformers.ViTForImageClassification(
         transformers.ViTConfig(image_size=8, patch_size=4, num_labels=3, **_SIZES)
     ),
@@ -58,7 +75,7 @@ ENCODERS_AND_DECODERS = {
     "transformer": lambda: Translator(),
 }
 ROLES = ("master", "exp_avg", "exp_avg_sq")
-TIED = ("gpt2", "qwen3", "bert")
+TIED = ("gpt2", "qwen3", "bert", "opt", "xlm-roberta")
 
 
 class Translator(nn.Module):

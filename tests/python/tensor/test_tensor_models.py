@@ -48,12 +48,47 @@ _T5 = {
     "dropout_rate": 0.0,
     "decoder_start_token_id": 0,
 }
+_MBART = {
+    "vocab_size": VOCAB,
+    "d_model": 32,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "dropout": 0.0,
+    "scale_embedding": True,
+}
 _BERT = {key: value for key, value in _SIZES.items() if key != "num_key_value_heads"}
+_LATENT = {
+    **_SIZES,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 2,
+}
+_XGLM = {
+    "vocab_size": VOCAB,
+    "d_model": 32,
+    "ffn_dim": 48,
+    "num_layers": 2,
+    "attention_heads": 4,
+    "max_position_embeddings": 64,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+}
 KINDS = {
     "llama": ("Llama", "ForCausalLM", _SIZES),
     "llama-tied": ("Llama", "ForCausalLM", {**_SIZES, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", "ForCausalLM", {**_SIZES, "head_dim": 8}),
     "mistral": ("Mistral", "ForCausalLM", {**_SIZES, "head_dim": 8}),
+    "gemma3": ("Gemma3Text", "ForCausalLM", {**_SIZES, "head_dim": 8}),  # a tied embedding of a class of its own
+    "mbart": ("MBart", "ForConditionalGeneration", _MBART),  # so are these
     "phi3": ("Phi3", "ForCausalLM", _SIZES),
     "gpt_neox": ("GPTNeoX", "ForCausalLM", {**_BERT, "attention_dropout": 0.0, "hidden_dropout": 0.0}),
     "gpt2": ("GPT2", "LMHeadModel", {**_GPT2, **_NO_DROPOUT}),
@@ -63,6 +98,8 @@ KINDS = {
         "ForCausalLM",
         {**_SIZES, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     ),
+    "deepseek_v2": ("DeepseekV2", "ForCausalLM", _LATENT),
+    "xglm": ("XGLM", "ForCausalLM", _XGLM),
     "t5": ("T5", "ForConditionalGeneration", _T5),
     "bert": ("Bert", "ForMaskedLM", {**_BERT, "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}),
 }
@@ -71,7 +108,7 @@ KINDS = {
 def make(kind):
     name, suffix, sizes = KINDS[kind]
     config = getattr(transformers, f"{name}Config")(**sizes)
-    return models.make_model(kind=lambda: getattr(transformers, f"{name}{suffix}")(config))
+    return models.make_model(kind=lambda: getattr(transformers, f"{name.removesuffix('Text')}{suffix}")(config))
 
 
 def train(world, kind, settings):
@@ -107,6 +144,18 @@ def test_a_model_as_it_is_trains_as_the_whole_one(kind, stage):
     for name, value in whole[2].items():
         if value.is_floating_point() and not torch.equal(value, before[name]):
             cut.near(cut.moved(name, before, shared[0][2]), cut.moved(name, before, whole[2]), 2e-2, name, 1e-4)
+
+
+def refuse(world, kind):
+    config = getattr(transformers, f"{kind}Config")(vocab_size=VOCAB, n_layers=2, n_heads=4, d_model=32, hidden_size=32)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    with pytest.raises(deeptide.ConfigError, match="cannot run, and the whole one can"):
+        deeptide.initialize(model=model, config={**models.config(0), "parallel": {"tensor": 2}}, world=world)
+
+
+@pytest.mark.parametrize("kind", ["Bloom", "Mpt"])
+def test_a_model_that_cannot_run_as_it_is_cut_is_refused(kind):
+    run_ranks(2, refuse, kind)
 
 
 def cut_layers(world, kind, settings):

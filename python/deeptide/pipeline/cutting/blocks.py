@@ -16,6 +16,7 @@ from deeptide.pipeline.partition import balanced
 _SHARE = 0.25  # of the trained elements: so much in two containers means two chains of blocks
 _LEAST = 0.05  # so much in each of an encoder and a decoder means that both are to be cut
 _EARLY = ("layernorm_embedding",)  # modules that run before the blocks and are registered after them
+_LATE = ("final_layer_norm", "project_out")  # the other way round: OPT's
 _CURE = "write the model as a deeptide.pipeline.PipelineModule"
 
 
@@ -185,20 +186,34 @@ class Places:
 
     def __init__(self, chain: Chain, parts: list[int]) -> None:
         self._chain, self._parts = chain, parts
+        self._heads: list[str] | None = None  # paths of the output embeddings
 
     def side(self, path: str, model: torch.nn.Module, part: Blocks) -> str:
-        """The place of a module: "before" or "after" the blocks, by order of registration, "block" or "around" them."""
+        """The place of a module: "before" or "after" the blocks, by order of registration, "block" or "around" them.
+
+        A head that the model names is after them, though it be registered before.
+        """
         chain = part.path
         if path == chain or path == "" or chain.startswith(path + "."):
             return "around"
         if part.holds(path):
             return "block"
         own, other = path.split("."), chain.split(".")
-        if own[-1] in _EARLY and own[:-1] == other[:-1]:
-            return "before"
+        if own[-1] in (*_EARLY, *_LATE) and own[:-1] == other[:-1]:
+            return "before" if own[-1] in _EARLY else "after"
         common = next(i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b)
+        branch = ".".join(own[: common + 1])
+        if any(head == branch or head.startswith(branch + ".") for head in self._heads_of(model)):
+            return "after"
         siblings = [name for name, _ in model.get_submodule(".".join(own[:common])).named_children()]
         return "before" if siblings.index(own[common]) < siblings.index(other[common]) else "after"
+
+    def _heads_of(self, model: torch.nn.Module) -> list[str]:
+        if self._heads is None:
+            head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
+            own = head if isinstance(head, torch.nn.Linear) else None
+            self._heads = [path for path, module in model.named_modules() if module is own]
+        return self._heads
 
     def parts_of(self, path: str, model: torch.nn.Module) -> list[int]:
         """The parts that use a module's own parameters: those of modules around the blocks may be used anywhere.

@@ -51,6 +51,10 @@ class Elsewhere(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment, unused-ignore]
 
+    def tolist(self) -> Any:
+        """Errors: ElsewhereError. Torch's own names this class."""
+        raise ElsewhereError(f"tolist needs the values of what comes from '{self.origin}', which another stage has")
+
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override, unused-ignore]
         return f"Elsewhere({tuple(self.shape)}, {self.dtype}, of {self.origin})"
 

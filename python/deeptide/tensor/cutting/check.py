@@ -9,10 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from deeptide._C import ConfigError
+from deeptide._C import CommError, ConfigError
 from deeptide._process.log import say
 
 _LENGTH = 6
+_MISFIT = (
+    "a layer is used in another way than its name says. Name the layers to cut in tensor_parallel.partition_config"
+)
 
 
 def example_of(model: nn.Module) -> dict[str, Any] | None:
@@ -54,10 +57,25 @@ def compare(whole: list[torch.Tensor], cut: list[torch.Tensor], dtype: torch.dty
         if differs or not most <= share * max(largest, 1e-3):
             raise ConfigError(
                 f"output {number} of the model whose layers are cut differs by up to {most:.3g} from that of the whole "
-                f"model, whose largest value is {largest:.3g}: a layer is used in another way than its name says. "
-                "Name the layers to cut in tensor_parallel.partition_config, or set parallel.tensor_check to false if "
-                "the model draws random numbers in evaluation mode"
+                f"model, whose largest value is {largest:.3g}: {_MISFIT}, or set parallel.tensor_check to false if the "
+                "model draws random numbers in evaluation mode"
             )
+
+
+def outputs_of_cut(model: nn.Module, example: dict[str, Any]) -> list[torch.Tensor]:
+    """The same of a model whose layers are cut. Errors: ConfigError if it cannot run, as the whole one could."""
+    try:
+        return outputs_of(model, example)
+    except (RuntimeError, ValueError, IndexError) as error:
+        if isinstance(error, CommError):
+            raise
+        raise ConfigError(
+            f"the model whose layers are cut cannot run, and the whole one can ({_first_line(error)}): {_MISFIT}"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def tell_unchecked(model: nn.Module) -> None:

@@ -16,7 +16,7 @@ from deeptide.tensor import experts
 from deeptide.tensor.layers import features_of, is_linear
 
 COLUMN, ROW, VOCABULARY, HEADS, ADDING, WHOLE = "column", "row", "vocabulary", "heads", "adding", "whole"
-EXPERTS = "experts"
+EXPERTS, LATENT = "experts", "latent"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +41,7 @@ _STYLES = {
     "embedding_rowwise": Cut(VOCABULARY),
     "replicated_with_grad_allreduce": Cut(ADDING),
     "replicate": Cut(WHOLE),
+    "mla_kv_a_proj": Cut(LATENT),
 }
 _OF_EXPERTS = "moe_tp_experts"
 
@@ -96,8 +97,18 @@ def own_plan(model: nn.Module) -> Plan:
             )
         if cut.kind == VOCABULARY and not isinstance(module, nn.Embedding):
             continue
-        plan[path] = cut
+        plan[path] = cut if cut.kind != LATENT else Cut(LATENT, blocks=_blocks_of_latent(model, path, module))
     return {path: cut for path, cut in plan.items() if cut.kind != WHOLE}
+
+
+def _blocks_of_latent(model: Any, path: str, module: nn.Module) -> tuple[int, int]:
+    rotary = getattr(model.config.get_text_config(), "qk_rope_head_dim", 0)
+    if not is_linear(module) or not 0 < rotary < features_of(module)[1]:
+        raise ConfigError(
+            f"'{path}' is to give keys' latent and rotary parts, and no qk_rope_head_dim of the model's config fits; "
+            "leave it out of the model's tensor-parallel plan"
+        )
+    return features_of(module)[1] - rotary, rotary
 
 
 # -- DeepSpeed's partition_config ------------------------------------------------------------------------------------

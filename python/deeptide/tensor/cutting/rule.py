@@ -24,7 +24,7 @@ _ROWS = {
 # Attributes by which an attention module tells its sizes, in whole heads or features of all heads.
 _SIZES = (
     *("num_heads", "n_head", "n_heads", "nhead", "num_attention_heads", "num_key_value_heads", "n_kv_heads"),
-    *("num_kv_heads", "split_size", "all_head_size", "inner_dim"),
+    *("num_kv_heads", "split_size", "all_head_size", "inner_dim", "embed_dim"),
 )
 
 

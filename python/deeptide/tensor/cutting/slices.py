@@ -103,6 +103,23 @@ def cut_parameter(module: torch.nn.Module, name: str, slice_: Slice, team: Team)
         parameter.data = slice_.cut(parameter.data, team)
 
 
+def become(module: torch.nn.Module, cls: type[torch.nn.Module]) -> None:
+    """Makes a module one of `cls` too; it stays the same object, with its hooks.
+
+    A class derived from a layer of torch stands in for that layer: what the module's own class does around torch's
+    forward, such as to scale it, stays. Another one goes before the module's own.
+    """
+    own, base = type(module), cls.__mro__[1]
+    if issubclass(own, cls):
+        return
+    if base is own:
+        module.__class__ = cls
+    elif base is torch.nn.Module:
+        module.__class__ = type(cls.__name__, (cls, own), {})
+    else:
+        module.__class__ = type(own.__name__, (own, cls), {})
+
+
 def as_adding(module: torch.nn.Module, team: Team) -> None:
     """Marks a layer that sees a part of the features or positions: what of it is whole gets gradients that add up."""
     module.tensor_team = team  # type: ignore[assignment]

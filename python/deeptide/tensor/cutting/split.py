@@ -18,6 +18,7 @@ from deeptide.tensor.cutting.plans import (
     COLUMN,
     EXPERTS,
     HEADS,
+    LATENT,
     ROW,
     VOCABULARY,
     Plan,
@@ -28,7 +29,7 @@ from deeptide.tensor.cutting.plans import (
 from deeptide.tensor.cutting.rule import adapt_sizes, rule_plan
 from deeptide.tensor.cutting.slices import as_adding
 from deeptide.tensor.experts import as_sliced_experts, divides
-from deeptide.tensor.layers import as_column, as_heads, as_row, as_vocabulary, features_of, is_linear
+from deeptide.tensor.layers import as_column, as_heads, as_latent, as_row, as_vocabulary, features_of, is_linear
 from deeptide.tensor.losses import CausalLoss
 from deeptide.tensor.team import Team, team_of
 
@@ -63,7 +64,7 @@ def split_model(
     if not is_own:
         adapt_sizes(model, plan, team.size)
     if whole is not None and inputs is not None:
-        checks.compare(whole, checks.outputs_of(model, inputs), next(model.parameters()).dtype)
+        checks.compare(whole, checks.outputs_of_cut(model, inputs), next(model.parameters()).dtype)
     elif check and not deferred and team.index == team.data_rank == 0:
         checks.tell_unchecked(model)
     return model
@@ -170,6 +171,8 @@ def _apply(model: nn.Module, plan: Plan, team: Team) -> None:
             as_row(module, team, cut.meets_whole, cut.blocks)
         elif cut.kind == EXPERTS:
             as_sliced_experts(module, team)
+        elif cut.kind == LATENT:
+            as_latent(module, team, cut.blocks)
         elif cut.kind == HEADS:
             assert isinstance(module, nn.Embedding)
             as_heads(module, team)

@@ -329,6 +329,12 @@ def test_operators_on_tensors_of_other_stages_know_shapes_and_nothing_else():
     for made in (torch.ones_like(other), other.new_zeros(2, 3)):
         assert type(made) is torch.Tensor and made.shape == (2, 3) and made.device.type == "cpu"
     assert other.mul_(2) is other and "there" in repr(other)
-    for looks in (lambda t: t.sum().item(), lambda t: bool((t > 0).any()), torch.nonzero, torch.zeros(2, 3).add_):
+    for looks in (
+        lambda t: t.sum().item(),
+        lambda t: bool((t > 0).any()),
+        torch.nonzero,
+        torch.zeros(2, 3).add_,
+        lambda t: t.tolist(),
+    ):
         with pytest.raises(ElsewhereError, match="'there', which another stage has"):
             looks(other)
