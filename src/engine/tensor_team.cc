@@ -4,6 +4,7 @@
 #include "deeptide/tensor_team.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/_unsafe_view.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <fmt/format.h>
@@ -167,7 +168,7 @@ Tensor flat_of(const Tensor& tensor) {
 TensorTeam::Sum shaped(TensorTeam::Sum sum, std::vector<int64_t> shape) {
   return TensorTeam::Sum([sum = std::move(sum), shape = std::move(shape)]() mutable {
     const at::NoGradGuard no_grad;
-    return sum.wait().view(shape);
+    return at::_unsafe_view(sum.wait(), shape);  // no view, so that programs may write it
   });
 }
 
@@ -186,7 +187,7 @@ TensorTeam::Sum TensorTeam::start_all_reduce(const Tensor& tensor, const std::st
   const at::NoGradGuard no_grad;
   const Tensor own = flat_of(tensor);
   const std::vector<int64_t> shape = tensor.sizes().vec();
-  if (size() == 1) return Sum([own, shape] { return own.clone().view(shape); });
+  if (size() == 1) return Sum([own, shape] { return at::_unsafe_view(own.clone(), shape); });
   const bool whole = size() == 2 || static_cast<int64_t>(own.nbytes()) <= kWholeRowsBytes;
   Sum sum = whole ? impl_->summing_whole_rows(own, phase, kWhat) : impl_->summing_in_slices(own, phase, kWhat);
   return shaped(std::move(sum), shape);
@@ -198,7 +199,7 @@ TensorTeam::Sum TensorTeam::start_reduce_scatter(const Tensor& tensor, const std
                     tensor.sizes(), ", expected ", size(), " rows, one for each rank that shares a layer");
   const Tensor own = flat_of(tensor);
   const std::vector<int64_t> shape = tensor.sizes().slice(1).vec();
-  if (size() == 1 || own.numel() == 0) return Sum([own, shape] { return own.clone().view(shape); });
+  if (size() == 1 || own.numel() == 0) return Sum([own, shape] { return at::_unsafe_view(own.clone(), shape); });
   return shaped(impl_->summing_own_rows(own, phase, "adding up a part over the ranks that share a layer"), shape);
 }
 
@@ -206,7 +207,8 @@ Tensor TensorTeam::all_gather(const Tensor& tensor, const std::string& phase) {
   const at::NoGradGuard no_grad;
   std::vector<int64_t> shape = tensor.sizes().vec();
   shape.insert(shape.begin(), size());
-  return impl_->gathered(flat_of(tensor), phase, "gathering from the ranks that share a layer").view(shape);
+  return at::_unsafe_view(impl_->gathered(flat_of(tensor), phase, "gathering from the ranks that share a layer"),
+                          shape);
 }
 
 void TensorTeam::broadcast(const Tensor& tensor, const std::string& phase) {

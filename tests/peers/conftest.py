@@ -23,6 +23,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.envir
 # Arrow's allocator must start no thread in the process that forks the ranks.
 os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
 
+run_ranks = ranks.run_ranks
 run_processes = functools.partial(ranks.run_processes, preload=(*libraries.PRELOAD, "peft"))
 
 

@@ -72,6 +72,13 @@ _LATENT = {
     "v_head_dim": 8,
     "first_k_dense_replace": 2,
 }
+_WRITES_SUMS = {
+    **_SIZES,
+    "head_dim": 8,
+    "intermediate_size_mlp": 48,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+}
 _XGLM = {
     "vocab_size": VOCAB,
     "d_model": 32,
@@ -100,6 +107,7 @@ KINDS = {
     ),
     "deepseek_v2": ("DeepseekV2", "ForCausalLM", _LATENT),
     "xglm": ("XGLM", "ForCausalLM", _XGLM),
+    "llama4": ("Llama4Text", "ForCausalLM", _WRITES_SUMS),
     "t5": ("T5", "ForConditionalGeneration", _T5),
     "bert": ("Bert", "ForMaskedLM", {**_BERT, "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}),
 }
