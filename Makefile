@@ -9,6 +9,7 @@ JOBS ?= $(shell tools/jobs.sh)
 # Tests wait for each other's ranks half of their time, those in C++ longer.
 WORKERS ?= $(shell expr 2 \* $(JOBS))
 PROGRAMS ?= $(shell expr 3 \* $(JOBS))
+HOST_WORKERS ?= $(shell expr 3 \* $(JOBS) / 2)
 PRESET ?= dev
 UNITY ?= ON
 CMAKE = $(abspath $(VENV))/bin/cmake
@@ -95,7 +96,7 @@ test-kills: build setup-test  ## Kill ranks at random moments of saves beside tr
 	  tests/python/checkpoint/test_async_saves.py -k kills_at_random
 
 test-hosts: setup-hosts build  ## The launcher over hosts of network namespaces (as root; skipped otherwise)
-	@PYTHONPATH=$(abspath $(BUILD))/python PATH=$(abspath $(BUILD))/bin:$$PATH $(PYTHON) -m pytest -q -n $(JOBS) --dist worksteal \
+	@PYTHONPATH=$(abspath $(BUILD))/python PATH=$(abspath $(BUILD))/bin:$$PATH $(PYTHON) -m pytest -q -n $(HOST_WORKERS) --dist worksteal \
 	  tests/hosts
 
 test-gpu: build-all  ## What a GPU can prove: kernels, and the accelerator's tests on CUDA, ranks over NCCL, or Gloo where they share one

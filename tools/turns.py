@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which part of the costly work is this commit's: tools/turns.py turn | tests | sanitizer | layers.
+"""Which part of the costly work is this commit's: tools/turns.py turn | tests | sanitizer | layers | due.
 
 CI runs a third of the costly grids, and one sanitizer over a third of the layers, chosen by the number of commits: of
 three runs in a row each takes another third, of six each another third or another sanitizer. What a change touched runs
@@ -11,6 +11,7 @@ turn       prints the number of commits: a third is its remainder of 3, and file
 tests      prints the test files of tests/python that changed, or that read sources which did
 sanitizer  prints asan or tsan
 layers     prints the layers whose tests the sanitizer runs
+due        prints those of them whose turn it is, without those that changed
 
 Fixtures, CI's own script and this one belong to all tests, as much of the product does; a third of everything meets a
 change of them at once, and the rest within two runs.
@@ -35,6 +36,7 @@ def main(arguments: Sequence[str]) -> int:
         "tests": changed_tests,
         "sanitizer": lambda: [SANITIZERS[turn() % len(SANITIZERS)]],
         "layers": layers_of_turn,
+        "due": lambda: sorted(_due(_layers())),
     }
     if len(arguments) != 1 or arguments[0] not in answers:
         print(__doc__, file=sys.stderr)
@@ -59,13 +61,21 @@ def changed_tests() -> list[str]:
 def layers_of_turn() -> list[str]:
     """Returns the layers with tests whose turn it is, and those that changed."""
     changed = tidy.changed_files(("src/", "tests/", *OF_ALL_LAYERS))
-    layers = sorted(path.parent.name for path in (tidy.ROOT / "tests").glob("*/CMakeLists.txt"))
+    layers = _layers()
     if any(name.startswith(OF_ALL_LAYERS) for name in changed):
         return layers
-    due = {layer for number, layer in enumerate(layers) if number % TURNS == turn() % TURNS}
+    due = _due(layers)
     touched = collections.Counter(layer for name in changed if (layer := name.split("/")[1]) in layers)
     most = [layer for layer, _ in touched.most_common() if layer not in due]
     return sorted(due.union(most[: len(due)]))
+
+
+def _layers() -> list[str]:
+    return sorted(path.parent.name for path in (tidy.ROOT / "tests").glob("*/CMakeLists.txt"))
+
+
+def _due(layers: list[str]) -> set[str]:
+    return {layer for number, layer in enumerate(layers) if number % TURNS == turn() % TURNS}
 
 
 if __name__ == "__main__":

@@ -112,7 +112,8 @@ class _Turn:
     """The cases of a turn beyond those of every run: a third of them, and all of files that are to run whole.
 
     They come last in each process: those of whole files in turns with the others, which each turn puts into another
-    order, so that what a slow machine has no time for is another part each time.
+    order, so that what a slow machine has no time for is another part each time. Of costly cases that every run would
+    have, a third runs, as a part of every run; the others of whole files come last as well.
     """
 
     _begun = None  # when the first of them did, here
@@ -120,21 +121,25 @@ class _Turn:
     def __init__(self, number, whole, seconds):
         self._number, self._whole, self._seconds = number, whole, seconds
 
-    def arranged(self, items, always, costly):
-        """The items that run always, and this turn's of the costly ones, in the order in which they run."""
-        due = [item for item in items if item in costly and item not in always and self._has(item)]
+    def arranged(self, items, usual, thorough):
+        """This turn's of the items that run usually, and of those that run when thorough, in the order they run in."""
+        always = {item for item in usual if not item.get_closest_marker("costly") or self._is_due(item)}
+        whole = {item for item in usual | thorough if self._is_whole(item)}
+        due = [item for item in items if item not in always and (item in whole or self._adds(item, usual, thorough))]
         for item in due:
             item.stash[_TURN] = self
-        whole = [item for item in due if self._is_whole(item)]
-        others = sorted((item for item in due if not self._is_whole(item)), key=self._order)
-        return _dealt([item for item in items if item in always], whole, others)
+        others = sorted((item for item in due if item not in whole), key=self._order)
+        return _dealt([item for item in items if item in always], [item for item in due if item in whole], others)
 
     def has_time(self):
         self._begun = self._begun or time.monotonic()
         return time.monotonic() - self._begun <= self._seconds
 
-    def _has(self, item):
-        return zlib.crc32(item.nodeid.encode()) % 3 == self._number % 3 or self._is_whole(item)
+    def _adds(self, item, usual, thorough):
+        return item in thorough and item not in usual and self._is_due(item)
+
+    def _is_due(self, item):
+        return zlib.crc32(item.nodeid.encode()) % 3 == self._number % 3
 
     def _is_whole(self, item):
         return self._path(item).startswith(self._whole)
@@ -163,7 +168,8 @@ def pytest_collection_modifyitems(config, items):
     """Leaves out slow tests and most cases of large grids.
 
     THOROUGH=1: most cases of those grids alone that are large and costly. THOROUGH=2, or a test named by itself: none.
-    TURN=n with THOROUGH=1: the (n mod 3)rd third of what THOROUGH=0 leaves out, and the files and folders in CHANGED.
+    TURN=n with THOROUGH=1: the (n mod 3)rd third of what THOROUGH=0 leaves out, and of the costly cases that it runs,
+    and the files and folders in CHANGED.
     TURN_SECONDS with TURN: none of these begins later than that after the first; they are skipped, and so counted.
     """
     level = os.environ.get("THOROUGH", "0")
@@ -379,7 +385,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "apart: ranks share no memory, as if each were on a host of its own")
     config.addinivalue_line("markers", "both_ways: once with memory that the ranks share, once `apart`")
     config.addinivalue_line("markers", "slow: left out unless THOROUGH=1")
-    config.addinivalue_line("markers", "costly: at most two cases of a grid; THOROUGH=1: each two values together")
+    config.addinivalue_line("markers", "costly: takes seconds: two cases of a grid, or each two values if THOROUGH=1")
 
 
 def pytest_generate_tests(metafunc):

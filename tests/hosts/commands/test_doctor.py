@@ -27,6 +27,7 @@ def link_rate(text):
     return float(line[1]) * {"k": 1e3, "M": 1e6, "G": 1e9}[line[2]]
 
 
+@pytest.mark.rotates
 def test_doctor_measures_the_link_between_hosts(hosts):
     folder = hosts.folder / "events"
     folder.mkdir()

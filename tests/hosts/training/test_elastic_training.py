@@ -57,6 +57,7 @@ def comm(pid):
     return Path(f"/proc/{pid}/comm").read_text()
 
 
+@pytest.mark.rotates
 def test_the_loss_goes_on_when_hosts_go_and_come_back(hosts, undisturbed):
     words = ["--elastic_training", "--heartbeat_timeout", "3", "--launcher_args"]
     words += [hosts.network.ssh_arguments + " -o ConnectTimeout=2", *program(hosts.folder)]

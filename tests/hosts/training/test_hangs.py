@@ -112,6 +112,7 @@ def report_of_the_sleeper(training):
     return report
 
 
+@pytest.mark.rotates
 def test_one_report_over_all_hosts_names_the_late(hosts):
     training = Training(hosts, "--hang_timeout", "2")
     sleep = hosts.folder / "sleep"
@@ -196,6 +197,7 @@ def test_ranks_of_a_starter_are_in_one_report_too(request, hosts, launcher):
     training.end()
 
 
+@pytest.mark.rotates
 def test_ranks_whose_link_is_gone_report_by_themselves(hosts):
     training = Training(hosts, "--hang_timeout", "2", start=starter(None, hosts, "openmpi"))
     listening = hosts.head.run("ss", "-Hltnp").stdout.splitlines()

@@ -77,6 +77,7 @@ SLOW = re.compile(r"slow from rank (\d+) on \S+ to rank (\d+) on [^;]*")
 LATE = re.compile(r"late: rank (\d+) on \S+ computes for ([0-9.]+) s per step")
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(
     ("count", "stage", "slow"),
     [
@@ -121,6 +122,7 @@ def limit_of(job):
 BREAKDOWN = '{"wall_clock_breakdown": true, "steps_per_print": 8}'
 
 
+@pytest.mark.rotates
 def test_the_breakdown_names_the_network_and_its_slow_link(hosts):
     for rank, worker in enumerate(hosts.workers[:3]):
         shape(worker, 50 if rank == 2 else 100)
@@ -151,6 +153,7 @@ def test_the_hang_report_names_the_slow_link(hosts):
 BF16_TRANSPORT = '{"communication_data_type": "bf16"}'
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("stages", [(1, 3), pytest.param((0, 1, 2, 3), marks=pytest.mark.slow)])
 def test_bf16_transport_sends_half_of_the_gradients_bytes(hosts, stages):
     jobs = {}
@@ -168,6 +171,7 @@ def test_bf16_transport_sends_half_of_the_gradients_bytes(hosts, stages):
     assert jobs[stages[0], "{}"][0] != rounded, "nothing was rounded"
 
 
+@pytest.mark.rotates
 def test_what_each_link_has_carried_is_shown(hosts):
     for slots in ((1, 1), (1, 1, 1), (2, 2)):
         job = finish(hosts, train(hosts, slots))

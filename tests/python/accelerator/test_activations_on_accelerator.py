@@ -52,6 +52,7 @@ def compare(stage, bf16, memory, folder):
     assert controls.settle() == ""
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("stage", "bf16"), [(0, False), (2, True), (3, False), (3, True)])
 def test_no_policy_changes_a_bit(stage, bf16, tmp_path):
     run_processes(2, compare, stage, bf16, "105KiB" if bf16 else "210KiB", str(tmp_path))

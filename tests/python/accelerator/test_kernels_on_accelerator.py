@@ -46,6 +46,7 @@ def compare_with_cpu(stages, gas, clipping, bf16, type, params, own):
 NARROW = {"packed_states": True, "moment_dtype": "bf16", "seed": 3}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("world", "gas", "clipping", "bf16", "type", "params"),
     [
@@ -61,6 +62,7 @@ def test_kernels_give_the_bits_of_a_cpu_engine(world, gas, clipping, bf16, type,
     run(world, compare_with_cpu, [0, 2, 3], gas, clipping, bf16, type, params, {})
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("world", "gas", "type", "params", "own"),
     [

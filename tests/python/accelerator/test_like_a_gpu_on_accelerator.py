@@ -54,6 +54,7 @@ def meet():
     dist.destroy_process_group()
 
 
+@pytest.mark.costly
 @simulated_only
 def test_the_first_collective_of_each_group_is_in_initialize():
     run(2, meet)
@@ -115,6 +116,7 @@ def lose_a_peer():
     print("went on")
 
 
+@pytest.mark.costly
 @simulated_only
 def test_a_peer_that_is_lost_before_the_verdict_ends_the_wait_for_the_device():
     ranks = run(2, lose_a_peer, timeout=60, check=False)
@@ -173,6 +175,7 @@ def read_the_loss_after_backward(stage):
     dist.destroy_process_group()
 
 
+@pytest.mark.costly
 @simulated_only
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_rank_reads_its_loss_between_backward_and_step_though_another_has_no_more_batches(stage):

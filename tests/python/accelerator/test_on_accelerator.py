@@ -116,6 +116,7 @@ def compare_stages():
     dist.destroy_process_group()
 
 
+@pytest.mark.costly
 def test_all_stages_give_the_same_bits_with_adam():
     run(2, compare_stages)
 
@@ -230,6 +231,7 @@ def run_out_of_memory(stage):
     dist.destroy_process_group()
 
 
+@pytest.mark.costly
 @simulated_only
 @pytest.mark.parametrize("stage", [0, 3])
 def test_an_engine_that_ran_out_of_memory_leaves_nothing(stage):
@@ -303,6 +305,7 @@ def train_under_cap():
     dist.destroy_process_group()
 
 
+@pytest.mark.costly
 def test_the_forecast_and_a_twentieth_is_enough_memory():
     run(2, train_under_cap)
 
@@ -335,6 +338,7 @@ def cycle_engines(cycles):
     dist.destroy_process_group()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("world", "cycles"), [(1, 50), (2, 6)])
 def test_engines_leave_nothing_on_the_device(world, cycles):
     run(world, cycle_engines, cycles)
@@ -363,6 +367,7 @@ def on_host(state):
     return {name: value.cpu() for name, value in state.items()}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("stage", [1, 3])
 def test_checkpoints_cross_devices(stage, tmp_path):
     run(2, cross_devices, stage, str(tmp_path))
@@ -459,6 +464,7 @@ def train_with_states_of_16_bits(type, params, moments):
     dist.destroy_process_group()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("type", "params", "moments"),
     [

@@ -182,6 +182,7 @@ def run_suite(name, folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.costly
 @simulated_only
 @pytest.mark.parametrize(
     "suite", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in SUITES]

@@ -47,16 +47,19 @@ def test_is_not_found_unless_asked_for():
     assert output_of("import importlib.util, deeptide; print(importlib.util.find_spec('deepspeed'))") == "None"
 
 
+@pytest.mark.costly
 def test_is_found_by_one_import():
     assert output_of("import deeptide.as_deepspeed\n" + VERSION) == HONEST
 
 
+@pytest.mark.costly
 def test_is_found_by_the_variable_where_deeptide_is_imported():
     assert output_of("import deeptide\n" + VERSION, DEEPTIDE_AS_DEEPSPEED="1") == HONEST
     code = "import importlib.util, deeptide; print(importlib.util.find_spec('deepspeed'))"
     assert output_of(code, DEEPTIDE_AS_DEEPSPEED="0") == "None"
 
 
+@pytest.mark.costly
 def test_is_found_by_the_module_that_starts_scripts(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(VERSION + "import sys; print(sys.argv, __name__, sys.flags.utf8_mode)\n")
@@ -66,6 +69,7 @@ def test_is_found_by_the_module_that_starts_scripts(tmp_path):
     assert run_python("", "-m", "deeptide.as_deepspeed", check=False).returncode == 2
 
 
+@pytest.mark.costly
 def test_is_found_by_the_line_that_a_wheel_installs():
     """The file of the wheel, as Python's site module runs its line at every start."""
     line = (ROOT / "python" / "deeptide_as_deepspeed.pth").read_text()
@@ -101,6 +105,7 @@ def test_refuses_to_stand_beside_another_deepspeed(another):
     assert "import deeptide.as_deepspeed first" in done.stderr
 
 
+@pytest.mark.costly
 def test_importing_it_loads_nothing_and_asks_for_no_device():
     code = """
         import deeptide.as_deepspeed, sys
@@ -113,6 +118,7 @@ def test_importing_it_loads_nothing_and_asks_for_no_device():
     assert output_of(code) == "[]\nFalse False"
 
 
+@pytest.mark.costly
 def test_what_scripts_use_at_start_loads_little_beyond_torch():
     """So that it takes as long as torch and a few milliseconds: no other package, and not torch's compiler."""
     code = """
@@ -130,6 +136,7 @@ def test_what_scripts_use_at_start_loads_little_beyond_torch():
 # -- names: a Python of its own, since the interface stays in a process --------------------------------------------
 
 
+@pytest.mark.costly
 def test_every_name_of_the_table_is_there_or_says_why_not():
     code = """
         import deeptide.as_deepspeed, importlib
@@ -196,6 +203,7 @@ print("imported")
 """
 
 
+@pytest.mark.costly
 def test_what_libraries_import_is_there():
     assert output_of("import deeptide.as_deepspeed\n" + IMPORTS) == "imported"
 
@@ -257,6 +265,7 @@ def test_the_page_has_the_table_of_the_names():
     assert "| `GatheredParameters` | differs |" in text and "| `init_inference` | not here |" in text
 
 
+@pytest.mark.costly
 def test_the_wheel_is_the_interface_and_says_what_it_is(tmp_path):
     wheel = output_of("", "-m", "deeptide.as_deepspeed", "--wheel", str(tmp_path))
     site = tmp_path / "site-packages"
@@ -273,6 +282,7 @@ def test_the_wheel_is_the_interface_and_says_what_it_is(tmp_path):
     assert "deepspeed = deeptide.as_deepspeed.commands:launch" in (info / "entry_points.txt").read_text()
 
 
+@pytest.mark.costly
 def test_one_step_installs_its_commands(tmp_path):
     pytest.importorskip("pip")
     run_python("", "-m", "deeptide.as_deepspeed", "--install", "--target", str(tmp_path), "--quiet")
@@ -297,6 +307,7 @@ def test_the_step_leaves_a_real_deepspeed_alone(another, tmp_path):
     assert done.returncode == 1 and "deepspeed 0.19.8 is installed, and this would take its place" in done.stderr
 
 
+@pytest.mark.costly
 def test_its_commands_become_the_launcher_and_the_doctor(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("")

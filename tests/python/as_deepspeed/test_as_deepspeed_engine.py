@@ -224,6 +224,7 @@ def check_again(stage):
     assert not any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_model_is_trained_again_by_another_engine(stage):
     run_processes(2, check_again, stage)

@@ -261,6 +261,7 @@ def check_one_bit():
         OnebitAdam(model.parameters(), freeze=3)
 
 
+@pytest.mark.costly
 def test_one_bit_optimizers_made_by_hand_step_as_the_configurations():
     run_processes(2, check_one_bit)
 

@@ -175,6 +175,7 @@ def end_while_saving(how, folder):
         raise AssertionError("SIGTERM was lost")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("how", ["return", "destroy", "SIGTERM"])
 def test_a_save_beside_training_is_finished_by_the_end(how, tmp_path):
     ranks = run_processes(2, end_while_saving, how, str(tmp_path), check=False)

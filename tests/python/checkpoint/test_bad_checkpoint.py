@@ -180,6 +180,7 @@ def save_wide(folder):
     engine.save_checkpoint(folder, tag="one")
 
 
+@pytest.mark.costly
 def test_a_run_that_begins_by_loading_reads_every_byte_once(tmp_path):
     """State that steps have made is compared before a load replaces it; what initialize left is not worth that."""
     run_processes(1, save_wide, str(tmp_path))

@@ -147,6 +147,7 @@ def in_both_types(function, stage, gas, folder):
         globals()[function](stage, bf16, gas, f"{folder}/{bf16}")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("stage", "gas"), [(0, 1), (1, 2), (2, 1), (3, 1), (3, 3)])
 def test_a_resumed_run_is_the_run_bit_for_bit(stage, gas, tmp_path):
     run_processes(2, in_both_types, "run_through", stage, gas, str(tmp_path))

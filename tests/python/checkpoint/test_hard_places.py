@@ -77,6 +77,7 @@ def save_under_a_jumping_clock(folder, library):
     engine.destroy()
 
 
+@pytest.mark.costly
 def test_a_clock_that_jumps_disturbs_no_save(tmp_path):
     library, folder = tmp_path / "clock.so", tmp_path / "saves"
     (tmp_path / "clock.c").write_text(JUMPING_CLOCK)
@@ -165,6 +166,7 @@ def load_of_whichever_job(folder, tag):
     engine.destroy()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("keep_last", [0, 3])
 def test_two_jobs_in_one_folder_never_mix(keep_last, tmp_path):
     told = {}

@@ -185,6 +185,7 @@ def test_torch_reads_weights_and_states_of_a_distributed_checkpoint(saved, tmp_p
         checkpoint.export(folder, tmp_path / "out", "dcp", dtype="bf16")
 
 
+@pytest.mark.costly
 def test_universal_layout_has_deepspeeds_files(saved, tmp_path):
     folder, state = saved
     path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"  # where the command finds the python to run

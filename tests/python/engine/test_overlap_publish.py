@@ -289,6 +289,7 @@ def be_killed(stage, victim):
     print(json.dumps(texts))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("stage", [1, 2])
 def test_the_first_use_of_a_parameter_names_what_a_killed_rank_did_not_publish(stage):
     for rank, result in enumerate(run_processes(3, be_killed, stage, 1, timeout=90, check=False)):
@@ -330,6 +331,7 @@ def leave_after_the_last_step(overlap, keeps_engine):
     print(json.dumps([p.detach().double().sum().item() for p in engine.module.parameters()]))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("keeps_engine", [False, True])
 def test_a_rank_may_end_right_after_its_last_step(keeps_engine):
     sums = [run_processes(2, leave_after_the_last_step, on, keeps_engine)[0].stdout for on in (False, True)]

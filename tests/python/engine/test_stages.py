@@ -118,6 +118,7 @@ def test_stages_are_bit_equal_without_accumulation(world, bf16):
         assert_same_bits(trained(world, 0, 1, bf16), trained(world, stage, 1, bf16))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("pair", [(0, 1), (2, 3)])
@@ -140,6 +141,7 @@ def process_main(stage, gas, path):
         torch.save(result, path)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("stage", [0, 3])
 def test_processes_and_threads_give_the_same_bits(stage, tmp_path):
     path = str(tmp_path / "result.pt")

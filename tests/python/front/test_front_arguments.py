@@ -58,6 +58,7 @@ def test_config_sections_keep_their_values_and_refuse_writing():
         config.gradient_clipping = 1.0
 
 
+@pytest.mark.costly
 def test_import_loads_no_torch_and_starts_no_thread():
     code = (
         "import sys, threading, deeptide; assert 'torch' not in sys.modules; assert deeptide.__version__;"
@@ -189,6 +190,7 @@ def train_in_a_process(steps):
     engine.destroy()
 
 
+@pytest.mark.costly
 def test_processes_with_torchruns_variables_train_as_one_world():
     outputs = [json.loads(done.stdout.splitlines()[-1]) for done in run_processes(2, train_in_a_process, 3, fresh=True)]
     assert [output[:3] for output in outputs] == [[0, 2, "torch.distributed"], [1, 2, "torch.distributed"]]
@@ -209,6 +211,7 @@ with open(f"{sys.argv[2]}/{engine.global_rank}", "w") as file:
 """
 
 
+@pytest.mark.costly
 def test_torchrun_starts_a_script_that_knows_nothing_of_it(tmp_path):
     script, config, out = tmp_path / "train.py", tmp_path / "ds_config.json", tmp_path / "out"
     script.write_text(TRAIN_SCRIPT)

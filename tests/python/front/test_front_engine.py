@@ -89,6 +89,7 @@ def test_getters_say_what_the_configuration_says():
     assert engine.get_mom() == [(0.9, 0.999)]
 
 
+@pytest.mark.costly
 def test_counters_count_and_the_outcome_tells():
     engine = start()
     assert engine.get_global_grad_norm() is None and not engine.was_step_applied()

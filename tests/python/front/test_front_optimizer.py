@@ -56,6 +56,7 @@ def test_parameters_given_are_the_only_ones_that_move():
     assert not torch.equal(after["2.weight"], last)
 
 
+@pytest.mark.costly
 def test_groups_keep_their_own_hyperparameters():
     model = make_model()
     groups = [

@@ -13,6 +13,7 @@ from deeptide import _version
 ANSWER = "this deeptide was built for torch 1.99 and finds torch "
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "use", ["import deeptide; deeptide.Config", "from deeptide import initialize", "import deeptide.engine"]
 )

@@ -70,6 +70,7 @@ def check_faults():
     assert _C.cpu_allocator_stats().idle_bytes < 16 * 2**20
 
 
+@pytest.mark.costly
 def test_faults_no_pages_after_the_first_steps():
     run_processes(1, check_faults)
 

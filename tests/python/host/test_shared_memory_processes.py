@@ -219,6 +219,7 @@ def train_across(folder):
     torch.save((*numbers, state, summary), os.path.join(folder, str(torch.distributed.get_rank())))
 
 
+@pytest.mark.costly
 def test_ranks_in_two_network_namespaces_train_as_on_one_host(two_hosts, tmp_path):
     code = (
         f"import sys; sys.path[:0] = {sys.path!r}; "

@@ -68,6 +68,7 @@ def test_table_is_for_people_and_raw_for_spreadsheets():
     assert bus == pytest.approx(algorithm / 2, rel=0.01)
 
 
+@pytest.mark.costly
 def test_one_rank_alone_is_an_error():
     done = bench("--num_ranks", "1")
     assert done.returncode == 1

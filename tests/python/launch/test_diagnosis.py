@@ -45,6 +45,7 @@ def ask(command, *arguments):
     return subprocess.run([command, *arguments], capture_output=True, text=True, timeout=120, env=environment())
 
 
+@pytest.mark.costly
 def test_stacks_of_a_live_job_name_the_line_where_it_stands(command, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
@@ -70,6 +71,7 @@ def test_stacks_of_a_live_job_name_the_line_where_it_stands(command, tmp_path):
     assert str(job.pid) not in ask(command, "ps").stdout
 
 
+@pytest.mark.costly
 def test_asking_for_stacks_harms_no_rank(command, tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import deeptide, time\nprint('ready', flush=True)\ntime.sleep(4)\nprint('done', flush=True)\n")
@@ -88,6 +90,7 @@ def test_asking_for_stacks_harms_no_rank(command, tmp_path):
         assert "done" in output
 
 
+@pytest.mark.costly
 def test_doctor_finds_torch_and_deeptide(command):
     done = ask(command, "doctor", "--python", sys.executable)
     lines = done.stdout.splitlines()

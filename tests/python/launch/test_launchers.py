@@ -134,6 +134,7 @@ def test_launcher_needs_no_further_settings(name, token, script, free_port):
     assert sorted(done.stdout.split("\n")) == ["", "0 2 0 3", "1 2 1 3"]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("options", [[], ["--mpi=pmi2"]])
 def test_srun_needs_no_further_settings(options, slurm, script):
     command = ["srun", *options, "-n", "2", sys.executable, str(script)]
@@ -196,6 +197,7 @@ def test_ranks_meet_where_init_method_says(kind, free_port, tmp_path):
     )
 
 
+@pytest.mark.costly
 def test_rank_with_another_token_is_refused(tmp_path):
     done = run_processes(2, join, "secret", str(tmp_path), check=False, timeout=60)
     assert [one.returncode for one in done] == [1, 1]

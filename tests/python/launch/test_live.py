@@ -100,6 +100,7 @@ def job(command, tmp_path):
         started.communicate(timeout=60)
 
 
+@pytest.mark.costly
 def test_top_shows_steps_that_nothing_in_the_configuration_asks_for(command, job):
     lines = [json.loads(line) for line in ask(command, "top", str(job.pid), "-n", "8", "--json").stdout.splitlines()]
     told = [line for line in lines if all("last_step" in rank for rank in line["ranks"])]
@@ -168,6 +169,7 @@ def test_trace_refuses_a_folder_that_no_rank_could_be_told(command, job):
     assert "exceeds 255 bytes" in done.stderr
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("pause", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_doctor_sets_a_running_job_against_the_machine(command, job, tmp_path, pause):
     options = ["--python", sys.executable, "--folder", str(tmp_path), *(["--pause"] if pause else [])]

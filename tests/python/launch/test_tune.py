@@ -114,11 +114,13 @@ def test_the_fastest_configuration_is_written_trains_and_is_found_again(tmp_path
     assert "micro-batch" not in again.stdout.split("fastest (*)")[1]  # no training
 
 
+@pytest.mark.costly
 def test_trials_leave_the_scripts_monitors_alone(tmp_path):
     assert tune(tmp_path).returncode == 0
     assert not (tmp_path / "monitored").exists()
 
 
+@pytest.mark.costly
 def test_a_run_that_fails_is_in_the_table_and_the_search_goes_on(tmp_path):
     done = tune(tmp_path, "most")
     assert done.returncode == 0, done.stderr
@@ -164,6 +166,7 @@ def test_what_cannot_be_tuned_is_refused(tmp_path, words, text):
     assert text in done.stderr
 
 
+@pytest.mark.costly
 def test_a_script_that_fails_before_its_engine_shows_its_own_error(tmp_path):
     done = tune(tmp_path, "--batch")  # without its value
     assert done.returncode == 2

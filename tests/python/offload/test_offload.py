@@ -184,6 +184,7 @@ def checkpoint(world, folder, save, load):
     return state
 
 
+@pytest.mark.costly
 def test_checkpoints_cross_placements(tmp_path):
     files = {"device": "nvme", "nvme_path": str(tmp_path / "swap")}
     plain = run_ranks(2, checkpoint, str(tmp_path / "plain"), None, None)[0]

@@ -173,6 +173,7 @@ def evaluate(folder, sections, layers):
     print(json.dumps([highest_memory() - before, table["parameters"] + table["gathered peak"]]))
 
 
+@pytest.mark.costly
 def test_parameters_in_files_are_never_whole_in_memory(tmp_path):
     layers = 48
     model = 4 * layers * (WIDTH * WIDTH + WIDTH)

@@ -113,6 +113,7 @@ def checkpoint(world, folder, save, load, bf16):
     return state
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("bf16", [False, True])
 def test_checkpoints_cross_placements(bf16, tmp_path):
     files = {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path / "swap")}}
@@ -176,6 +177,7 @@ def split(world, offload):
     return text, lines
 
 
+@pytest.mark.costly
 def test_the_split_is_counted_and_said(tmp_path):
     total = 2 * 8 * (1100 * 1100 + 1100) / MIB
     layer = 2 * (1100 * 1100 + 1100) / MIB

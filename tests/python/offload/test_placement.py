@@ -103,6 +103,7 @@ def test_sums_of_16_bits_lie_in_files_too(tmp_path):
     assert run_ranks(2, rounded, placement) == run_ranks(2, rounded, {})
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("kind", "more"), [("Lamb", {}), ("Muon", {"ns_steps": 1})])
 def test_optimizers_that_reach_beyond_elements_read_sums_from_files(kind, more, tmp_path):
     def losses(world, placement):

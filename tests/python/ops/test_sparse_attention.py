@@ -94,6 +94,7 @@ def test_values_and_gradients_are_those_of_dense_attention(dtype, masks, per_hea
         close(x.grad, y.grad, dtype)
 
 
+@pytest.mark.costly
 def test_second_derivatives_are_right():
     layout = sparse.BSLongformerSparsityConfig(2, 4).make_layout(12)
     inputs = [torch.randn(1, 2, 12, 3, dtype=torch.float64, requires_grad=True) for _ in range(3)]

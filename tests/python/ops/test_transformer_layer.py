@@ -275,6 +275,7 @@ def train_and_tell(stage, bf16):
     print(json.dumps([losses, state, "keeps: 1/2 of the parameters" in engine._core.summary()]))
 
 
+@pytest.mark.costly
 @pytest.mark.apart
 @pytest.mark.parametrize("bf16", [False, True])
 def test_sharded_layers_train_as_whole_ones_do(bf16):

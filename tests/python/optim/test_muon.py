@@ -129,6 +129,7 @@ def test_one_rank_follows_torchs_muon(adjust, nesterov):
         assert apart < 0.02 * moved, f"{name}: {apart:.1e} apart after moving by up to {moved:.1e}"
 
 
+@pytest.mark.costly
 @pytest.mark.both_ways
 @pytest.mark.parametrize("bf16", [False, True])
 def test_worlds_of_one_to_four_are_bit_equal_between_stages(bf16):

@@ -65,6 +65,7 @@ def test_stages_choose_for_the_micro_batches_that_are_alive(stage, schedule, bf1
     assert choices[0].recomputed and choices[0].predicted_bytes <= choices[0].budget_bytes
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("activations", [ALL, SOME], ids=["recompute", "auto"])
@@ -161,6 +162,7 @@ def test_layers_of_a_pipeline_module_have_their_own_interval():
         deeptide.initialize(model=model, config=families.config(0, 1) | {"activation_checkpointing": ALL}, world=world)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("activations", [ALL, {"policy": "auto", "memory": "60KiB"}])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_chunks_of_a_stage_recompute_too(stage, activations):

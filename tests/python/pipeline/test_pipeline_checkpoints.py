@@ -175,6 +175,7 @@ def train_process(num_stages, stage, folder):
     assert groups.mpu is None and groups.get_data_parallel_world_size() == num_stages * data_size
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("num_stages", "data_size", "stage"), [(2, 1, 0), (4, 1, 1), (2, 2, 3)])
 def test_a_script_for_deepspeed_trains_as_the_uncut_model_does(num_stages, data_size, stage, tmp_path):
     done = run_processes(num_stages * data_size, train_process, num_stages, stage, str(tmp_path))

@@ -102,6 +102,7 @@ def stumbles(world, seed):
     return losses
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("seed", range(2))
 def test_ranks_of_a_stage_that_are_behind_hold_up_nobody_for_ever(seed):
     """The teams of two ranks that share layers have one loss each, equal on both stages."""
@@ -145,6 +146,7 @@ def evaluates_between(world, name, looks):
     return families.states_of(engine), seen, [engine.train_batch(given).item() for _ in range(2)]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_evaluations_between_micro_batches_change_nothing(name):
     looked, plain = run_ranks(2, evaluates_between, name, True), run_ranks(2, evaluates_between, name, False)

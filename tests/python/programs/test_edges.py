@@ -381,6 +381,7 @@ def write_on_one_rank(world=None):
         engine.destroy()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("ranks_are", ["processes", "threads"])
 def test_one_ranks_writes_within_gathered_parameters_reach_all(ranks_are):
     """Rank 0's too. Processes have torch.distributed, threads do without it."""

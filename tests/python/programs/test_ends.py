@@ -97,6 +97,7 @@ def _run(command, script):
     return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("how", ENDS)
 def test_a_script_ends_as_it_says(command, how, tmp_path):
     last, code = ENDS[how]
@@ -126,6 +127,7 @@ dist.all_reduce(torch.ones(9))
 """
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_script_ends_beside_a_thread_in_the_engines_backward(command, stage, tmp_path):
     """Its rank waits for others that have ended: c10d may tell of lost connections."""
@@ -168,6 +170,7 @@ ENGINES = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("which", ENGINES)
 def test_a_forked_child_leaves_its_parent_an_engine(command, which, tmp_path):
     stage, section = ENGINES[which]
@@ -196,6 +199,7 @@ ALONE = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("who", ALONE)
 def test_who_runs_a_script_sees_it_end(who, tmp_path):
     arguments, typed = ALONE[who]
@@ -213,6 +217,7 @@ def test_who_runs_a_script_sees_it_end(who, tmp_path):
         assert (done.returncode, prompts) == (0, ""), done.stdout
 
 
+@pytest.mark.costly
 def test_a_forked_child_may_drop_an_engine_but_not_use_it():
     code = BEGINNING + (
         "child = os.fork()\n"
@@ -233,6 +238,7 @@ def test_a_forked_child_may_drop_an_engine_but_not_use_it():
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.costly
 def test_a_child_forked_beside_a_thread_in_zero_init_can_listen_too():
     code = (
         "import os, signal, deeptide, torch\n"
@@ -282,6 +288,7 @@ def _run_cell(client, code):
     return reply["content"].get("ename")
 
 
+@pytest.mark.costly
 def test_a_notebooks_kernel_is_interrupted_restarted_and_ended(kernel):
     kernels, client, errors = kernel
     for _ in range(2):

@@ -70,11 +70,13 @@ def assert_flat(cycle):
     assert all(count <= 0 for count in counts), f"descriptors, threads, shm: {before[1:]} became {after[1:]}"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("stage", [0, 3])
 def test_engines_of_a_world_of_one_leave_nothing(stage):
     assert_flat(lambda: tick(None, stage))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("stage", [0, 3])
 def test_engines_of_threads_leave_nothing(stage):
     assert_flat(lambda: run_ranks(2, tick, stage))
@@ -85,11 +87,13 @@ def cycle_in_process(stage):
     assert_flat(lambda: tick(None, stage))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_engines_of_processes_leave_nothing(stage):
     run_processes(2, cycle_in_process, stage, timeout=300, fresh=True)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("stage", [0, 3])
 def test_engines_that_are_dropped_leave_nothing(stage):
     """Nobody calls destroy: the last reference ends the engine, and a failing rank's, too."""

@@ -86,6 +86,7 @@ def test_slow_loader_is_named():
     assert "more workers" in line
 
 
+@pytest.mark.costly
 def test_slow_loader_is_named_where_the_program_calls_the_model_itself():
     """At stage 3 a rank's first gathered unit shows where its forward begins."""
     limit = run_processes(2, rank_that_calls_its_model)[0].stdout
@@ -183,6 +184,7 @@ def deny_io_uring():
     assert libc.prctl(22, 2, ctypes.create_string_buffer(filters), 0, 0) == 0, ctypes.get_errno()
 
 
+@pytest.mark.costly
 def test_slow_drive_is_named(tmp_path):
     source, library = tmp_path / "slow.c", tmp_path / "slow.so"
     source.write_text(SLOW_DRIVE)

@@ -165,6 +165,7 @@ def test_ignored_modules_count_with_what_holds_them():
     assert profiler.get_total_macs() == 16 + 4
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_engine_writes_the_profile_of_its_step(tmp_path, stage, compiled):

@@ -145,6 +145,7 @@ def wandb_run(folder):
     print(json.dumps(losses))
 
 
+@pytest.mark.costly
 def test_wandb_run_is_read_back_offline(tmp_path, monkeypatch):
     records = pytest.importorskip("wandb.proto.wandb_internal_pb2")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -171,6 +172,7 @@ def comet_run(folder):
     print(json.dumps(losses))
 
 
+@pytest.mark.costly
 @pytest.mark.skipif(importlib.util.find_spec("comet_ml") is None, reason="needs comet_ml")
 def test_comet_takes_points_as_often_as_asked(tmp_path, monkeypatch):
     monkeypatch.setenv("COMET_OFFLINE_DIRECTORY", str(tmp_path))

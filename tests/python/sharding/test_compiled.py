@@ -144,6 +144,7 @@ def in_pieces(kind):
     assert len(pieces) == 2 * (UNITS + 1), [str(piece.graph) for piece in pieces]
 
 
+@pytest.mark.costly
 @pytest.mark.apart
 @pytest.mark.parametrize("kind", [pytest.param("plain", marks=pytest.mark.slow), "checkpointed"])
 def test_graph_is_cut_where_a_unit_comes_in(kind):

@@ -60,6 +60,7 @@ def exported():
         assert not any("as_strided" in name or "c10d" in name for name in names), names
 
 
+@pytest.mark.costly
 def test_exported_program_computes_the_same():
     run_processes(2, exported)
 

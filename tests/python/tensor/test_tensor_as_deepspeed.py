@@ -140,6 +140,7 @@ def begin_by_mpu(folder):
             raise AssertionError(text)
 
 
+@pytest.mark.costly
 def test_a_model_with_an_mpu_trains_and_saves_the_whole_parameters(tmp_path):
     run_processes(SIZE, begin_by_mpu, str(tmp_path), preload=PRELOAD)
     world = deeptide.make_world(dist.HashStore(), 0, 1)

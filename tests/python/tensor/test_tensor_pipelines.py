@@ -49,6 +49,7 @@ def test_a_model_as_it_is_trains_on_a_mesh(kind, stage):
     meshes.compare(*both(kind, (2, 1, 2), stage), kind)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("stage", [0, 3])
 def test_clipping_takes_the_norm_of_all_stages_and_slices_once(stage):
     found, whole = both("qwen3", (2, 2, 2), stage, gradient_clipping=0.01)
@@ -67,6 +68,7 @@ def test_stages_change_no_bit_of_what_shared_layers_compute(stage, bf16):
     models.assert_same(meshes.union(r[2] for r in mesh), meshes.union(r[2] for r in one_stage))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_bf16_begins_as_the_whole_model(kind):
     """Its rounding grows from step to step, with shared layers alone as much."""
@@ -76,6 +78,7 @@ def test_bf16_begins_as_the_whole_model(kind):
     cut.near(found[0][1][:1], whole[0][1][:1], 5e-3, "norms")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("stage", [1, 3])
 def test_fp16_has_one_scale_on_the_mesh(stage):
     fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
@@ -150,6 +153,7 @@ def test_a_checkpoint_loads_on_any_mesh(tmp_path, saved, taken, stages, kind):
         cut.near(after[0][1][1], before[0][1][1], 1e-4, "norms")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_run_goes_on_bit_for_bit_on_the_same_mesh(tmp_path, stage):
     settings = meshes.config("llama", stage, 2, 2)
@@ -230,6 +234,7 @@ def train_layers(world, stage, shared, on_model, num_stages=2):
     return stages.train(engine, given, 3)[:2]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("shared", [range(6), range(2)], ids=str)
 def test_a_pipeline_module_has_shared_layers_of_its_own(stage, shared):
@@ -303,6 +308,7 @@ def grouped(pipeline):
     print(json.dumps([losses, places]))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("pipeline", [1, 2])
 def test_deepspeeds_groups_are_those_of_the_mesh(pipeline):
     done = run_processes(4, grouped, pipeline)

@@ -205,6 +205,7 @@ def killed(stage):
         print(error)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_rank_that_is_killed_is_named_by_those_that_share_its_layers(stage):
     survivor, victim = run_processes(2, killed, stage, check=False, preload=("deeptide.tensor.axis",))

@@ -51,6 +51,7 @@ IN_BF16 = pytest.param(
 )
 
 
+@pytest.mark.costly
 @needs_cpp_examples
 @pytest.mark.parametrize("config", [IN_FP32, IN_BF16])
 def test_cpp_and_python_print_the_same_losses(config, tmp_path):

@@ -4,6 +4,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -30,14 +31,18 @@ def part(plan, *scripts, skipped=""):
     return plan.Part("probe", 30, commands, skipped)
 
 
+def timeless(line):
+    return re.sub(r"\d+ s\b", "N s", line)
+
+
 def test_a_part_says_how_it_ended(minutes, tmp_path):
     first, plan = minutes
     scripts = ("echo 3 kernels; echo", "echo no; exit 7", "true")
-    said = [first.run_part(part(plan, script), 10, tmp_path) for script in scripts]
-    assert said == ["probe: ok, 0 s: 3 kernels", "probe: failed (7), 0 s: no", "probe: ok, 0 s: it printed nothing"]
+    said = [timeless(first.run_part(part(plan, script), 10, tmp_path)) for script in scripts]
+    assert said == ["probe: ok, N s: 3 kernels", "probe: failed (7), N s: no", "probe: ok, N s: it printed nothing"]
     assert first.run_part(part(plan, "exit 1", skipped="no GPU"), 10, tmp_path) == "probe: skipped, no GPU"
-    both = first.run_part(part(plan, "true", "echo why >&2; exit 2"), 10, tmp_path)
-    assert both == "probe: 1 of 2 ok, 0 s\n  c1 failed (2): why"
+    both = timeless(first.run_part(part(plan, "true", "echo why >&2; exit 2"), 10, tmp_path))
+    assert both == "probe: 1 of 2 ok, N s\n  c1 failed (2): why"
 
 
 def test_a_part_ends_by_its_limit_with_all_that_it_started(minutes, tmp_path):
@@ -65,6 +70,7 @@ def test_speed_is_told_by_contender(minutes, tmp_path):
     assert plan._tell_speed(tmp_path) == "torch-masters 200.0 ms, deeptide-0 out of memory"
 
 
+@pytest.mark.costly
 def test_the_command_writes_a_line_for_each_part(tmp_path):
     words = [TOOLS / "first_ten_minutes.py", "--built", "--out", tmp_path, "--only", "build", "profile"]
     done = subprocess.run(

@@ -55,11 +55,13 @@ def test_every_act_occurs():
     assert {*ACTS, *oracle.COLLECTIVE, *surroundings.ACTS} - {"counters"} == seen
 
 
+@pytest.mark.costly
 def test_seeds_reproduce_and_programs_travel_as_text():
     one, other = generate.program_of(3), generate.program_of(3)
     assert one == other == json.loads(dump(one))
 
 
+@pytest.mark.costly
 def test_an_engine_that_clips_too_little_is_found(runner):
     program = mended("a_schedule_after_the_step")
     run = runner.run(program, [APART_3])

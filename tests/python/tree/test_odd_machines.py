@@ -22,6 +22,7 @@ import conftest
 """
 
 
+@pytest.mark.costly
 def test_one_scheduling_policy_is_enough_for_the_tests():
     folder = Path(__file__).resolve().parents[1]
     environment = {**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(os.path.abspath(deeptide.__file__)))}

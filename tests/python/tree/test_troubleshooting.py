@@ -48,6 +48,7 @@ def has_words(message):
     return len(re.findall(r"[A-Za-z]{2,}", message.text)) > (message.text.endswith("…") and "'" in message.text)
 
 
+@pytest.mark.costly
 def test_every_message_has_a_heading(headings, found):
     assert len(found) > 900
     assert [str(m) for m in found if has_words(m) and catalogue.match(headings, m.text) is None] == []
@@ -57,6 +58,7 @@ def test_what_only_passes_texts_on_is_known(found):
     assert sorted(m.path.name for m in found if not has_words(m)) == RELAYS
 
 
+@pytest.mark.costly
 def test_every_part_leads_somewhere(headings, found):
     """A message to its heading; or at least it is in the sources, where functions make texts that others throw."""
     folders = (ROOT / "src", ROOT / "python")
@@ -70,6 +72,7 @@ def test_every_part_leads_somewhere(headings, found):
     assert [part for part in idle if any(catalogue.pattern_of(part).search(one) for one in told)] == []
 
 
+@pytest.mark.costly
 def test_headings_say_something_and_none_takes_all(headings, found):
     assert [h.title for h in headings if len(h.text.split()) < 8] == []
     parts = Counter(part for heading in headings for part in heading.parts)

@@ -148,6 +148,7 @@ def skip_overflows(stage):
     dist.destroy_process_group()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("world", "stage"), [(1, 2), (2, 3)])
 def test_overflows_of_gradients_that_have_left_skip_the_step(world, stage):
     run(world, skip_overflows, stage)

@@ -206,6 +206,7 @@ def cross_placements(stage, bf16, folder):
     pass_on(order, stage, bf16, folder)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("stage", "bf16"), [(1, True), (3, False)])
 def test_checkpoints_cross_placements(stage, bf16, tmp_path):
     run(2, cross_placements, stage, bf16, str(tmp_path))

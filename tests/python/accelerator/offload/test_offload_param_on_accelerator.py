@@ -125,6 +125,7 @@ def cross_placements(bf16, folder):
     pass_on(order, 3, bf16, folder, guard_pinned=True)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("world", "bf16"), [(1, False), (2, True)])
 def test_checkpoints_cross_placements(world, bf16, tmp_path):
     run(world, cross_placements, bf16, str(tmp_path))
@@ -207,6 +208,7 @@ def rewind_and_rebuild():
     dist.destroy_process_group()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("world", [1, 2])
 def test_an_engine_rewinds_and_is_rebuilt(world):
     run(world, rewind_and_rebuild)
@@ -232,6 +234,7 @@ def infer(folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.costly
 def test_inference_needs_no_optimizer(tmp_path):
     run(2, infer, str(tmp_path))
 
@@ -274,6 +277,7 @@ def compare_memory(bf16, folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("world", "bf16"), [(1, True), (2, False)])
 def test_the_device_holds_no_shards(world, bf16, tmp_path):
     run(world, compare_memory, bf16, str(tmp_path))
@@ -340,6 +344,7 @@ def compare_with_shards_on_the_device(folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.costly
 @simulated_only
 @pytest.mark.parametrize("world", [1, 2])
 def test_offloading_costs_no_more_than_a_twentieth_where_computation_is_long(world, tmp_path):

@@ -99,6 +99,7 @@ def keep_to_sizes(bf16, folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("bf16", [False, True])
 def test_tiers_keep_to_their_sizes(bf16, tmp_path):
     run(1, keep_to_sizes, bf16, str(tmp_path))
@@ -166,6 +167,7 @@ def keep_gradients_to_sizes():
     dist.destroy_process_group()
 
 
+@pytest.mark.costly
 def test_gradients_keep_to_their_sizes():
     run(1, keep_gradients_to_sizes)
 

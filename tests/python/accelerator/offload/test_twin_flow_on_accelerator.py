@@ -150,6 +150,7 @@ def cross_ratios(stage, bf16, folder):
     pass_on(order, stage, bf16, folder)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("stage", "bf16"), [(1, True), (3, False)])
 def test_checkpoints_cross_ratios(stage, bf16, tmp_path):
     run(2, cross_ratios, stage, bf16, str(tmp_path))
@@ -260,6 +261,7 @@ def measure(folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("world", "files"), [(1, True), (2, False)])
 def test_an_automatic_ratio_is_measured_and_agreed(world, files, tmp_path):
     run(world, measure, str(tmp_path) if files else None)
@@ -326,6 +328,7 @@ def move_between_phases(folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("world", [1, 2])
 def test_states_of_both_parts_move_between_phases(world, tmp_path):
     run(world, move_between_phases, str(tmp_path))

@@ -64,6 +64,7 @@ def test_an_imported_checkpoint_is_one_of_ours(golden, tmp_path, name):
     run_ranks(2, go_on, str(tmp_path), name, 2, None, TOLERANCE[precision_of(name)])
 
 
+@pytest.mark.costly
 def test_the_command_says_what_it_cannot_read(golden, tmp_path):
     words = [shutil.which("deeptide"), "checkpoint", "import"]
     path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"  # where the command finds the python to run

@@ -345,6 +345,7 @@ def test_evaluation_recomputes_nothing(monkeypatch):
     engine.destroy()
 
 
+@pytest.mark.costly
 def test_what_is_off_is_not_loaded():
     code = """
 import sys, torch, deeptide
@@ -372,6 +373,7 @@ def test_copies_are_of_the_plain_classes_and_the_end_gives_blocks_back():
     assert type(block) is models.Block and "_deeptide_activations" not in block.__dict__
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("activations", [RECOMPUTE, HALF], ids=["recompute", "auto"])
 def test_a_compiled_model_gives_the_same_losses(activations):
     found = []

@@ -144,6 +144,7 @@ def losses_of(activations, kind=models.TinyModel, compiles=False):
     return found, choice
 
 
+@pytest.mark.costly
 def test_a_compiled_model_gives_the_same_losses(tmp_path):
     found, choice = losses_of(files(tmp_path), compiles=True)
     assert found == pytest.approx(losses_of(None, compiles=True)[0], rel=1e-6)

@@ -334,6 +334,7 @@ def config_file(tmp_path):
     return str(path)
 
 
+@pytest.mark.costly
 def test_the_command_plans_a_model_by_its_size(config_file, tmp_path):
     done = command("--config", config_file, "--params", "7B", "--layers", "32", "--num_ranks", "8")
     assert done.returncode == 0, done.stderr
@@ -346,6 +347,7 @@ def test_the_command_plans_a_model_by_its_size(config_file, tmp_path):
     assert "nothing fits" in huge.stdout
 
 
+@pytest.mark.costly
 def test_the_command_plans_a_thousand_ranks(config_file):
     done = command(
         *("--config", config_file, "--params", "70B", "--layers", "80"),
@@ -356,6 +358,7 @@ def test_the_command_plans_a_thousand_ranks(config_file):
     assert states == pytest.approx(12 * 70e9 / 1024, rel=0.05), "a master and two moments of fp32, a slice of each"
 
 
+@pytest.mark.costly
 def test_the_command_plans_the_model_of_a_file(config_file, tmp_path):
     script = tmp_path / "script.py"
     script.write_text("from torch import nn\n\n\ndef make():\n    return nn.Linear(1000, 1000)\n")

@@ -142,6 +142,7 @@ def inside_layers(world, kind, pipeline, settings):
         return stage_of(world, pipeline), counted.bytes
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("pipeline", "tensor", "ranks"), [(1, 2, 2), (2, 2, 4), (1, 4, 4)])
 @pytest.mark.parametrize("policy", ["none", "recompute"])
 def test_sums_inside_layers_are_what_layers_send(pipeline, tensor, ranks, policy):
@@ -218,6 +219,7 @@ def everything():
     return search(1 << 30)
 
 
+@pytest.mark.costly
 def test_the_fastest_mesh_that_fits_is_recommended():
     roomy = everything()
     assert [choice.step.seconds for choice in roomy] == sorted(choice.step.seconds for choice in roomy)
@@ -227,6 +229,7 @@ def test_the_fastest_mesh_that_fits_is_recommended():
     assert tight[0].step.seconds >= roomy[0].step.seconds
 
 
+@pytest.mark.costly
 def test_what_no_mesh_fits_says_what_is_missing():
     (nearest,) = search(100_000)
     assert nearest.step is None
@@ -235,6 +238,7 @@ def test_what_no_mesh_fits_says_what_is_missing():
     assert all(nearest.bytes <= choice.bytes for choice in everything())
 
 
+@pytest.mark.costly
 def test_slow_links_between_hosts_are_left_to_what_sends_least():
     slow = search(1 << 30, on_host=2, rates=Rates(between=1e6))[0]
     fast = search(1 << 30, on_host=2, rates=Rates(between=1e12))[0]
@@ -259,6 +263,7 @@ def train_as_recommended(world, sections):
     return losses
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("rates", [Rates(), Rates(between=1e6)], ids=["fast", "slow"])
 def test_what_is_recommended_trains(rates):
     first = search(1 << 30, on_host=2, rates=rates)[0]

@@ -63,6 +63,7 @@ def rows_of(tmp_path):
     return [json.loads(line) for line in (tmp_path / "out" / "lr_range.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("linear", [False, True])
 def test_rates_grow_from_one_end_to_the_other_and_the_script_ends(tmp_path, linear):
     done = run(tmp_path, "--min-lr", "1e-3", "--max-lr", "1e1", "--steps", "9", *(["--linear"] if linear else []))
@@ -75,6 +76,7 @@ def test_rates_grow_from_one_end_to_the_other_and_the_script_ends(tmp_path, line
     assert "Losses:  " in done.stdout
 
 
+@pytest.mark.costly
 def test_losses_are_those_of_steps_with_these_rates(tmp_path):
     import torch
 
@@ -92,6 +94,7 @@ def test_losses_are_those_of_steps_with_these_rates(tmp_path):
         optimizer.step()
 
 
+@pytest.mark.costly
 def test_a_script_that_ends_before_the_test_is_told(tmp_path):
     done = run(tmp_path, "--steps", "40", script=("6",), ranks=1)
     assert done.returncode == 0, done.stderr
@@ -99,6 +102,7 @@ def test_a_script_that_ends_before_the_test_is_told(tmp_path):
     assert len(rows_of(tmp_path)) == 6
 
 
+@pytest.mark.costly
 def test_losses_that_nobody_sees_are_refused(tmp_path):
     done = run(tmp_path, script=("5", "own"), ranks=1)
     assert done.returncode != 0

@@ -145,6 +145,7 @@ def with_adapters(model):
     return model
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("stage", [0, 3])
 def test_adapters_train_on_all_stages(stage):
     compare(*both("llama", 2, 1, stage, edit=with_adapters), exact=True)
@@ -253,6 +254,7 @@ def train_process(num_stages, dropout):
     print(json.dumps([engine.train_batch(data_iter=given).item() for _ in range(STEPS)]))
 
 
+@pytest.mark.costly
 def test_dropout_draws_from_the_generator_of_the_stage_that_has_it():
     runs = [
         [json.loads(each.stdout.splitlines()[-1]) for each in run_processes(2, train_process, 2, dropout)]
@@ -273,6 +275,7 @@ def slowly(world, slow):
     return [engine.train_batch(given).item() for _ in range(STEPS)], engine.get_global_grad_norm()
 
 
+@pytest.mark.costly
 def test_a_slow_stage_does_no_harm():
     expected = run_ranks(3, slowly, None)
     assert run_ranks(3, slowly, 0) == run_ranks(3, slowly, 1) == run_ranks(3, slowly, 2) == expected
@@ -291,6 +294,7 @@ def lose_a_rank(victim):
         os._exit(3)
 
 
+@pytest.mark.costly
 def test_all_stages_hear_of_a_rank_that_was_killed():
     done = run_processes(4, lose_a_rank, 0, check=False)
     assert [process.returncode for process in done] == [-9, 3, 3, 3]

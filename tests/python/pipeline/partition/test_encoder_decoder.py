@@ -41,12 +41,14 @@ def test_a_value_that_skips_a_stage_is_named():
     assert any("block body.decoder.layers.0 is called with a value besides" in text for text in texts), texts
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_t5_goes_with_data_ranks_and_every_stage_of_zero(stage, schedule):
     compare(*both("t5", 2, 2, stage, parallel={"schedule": schedule}), exact=False)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_blocks_of_t5_are_recomputed(use_reentrant):
     compare(*both("t5", 3, 1, edit=recomputing(use_reentrant)), exact=False)

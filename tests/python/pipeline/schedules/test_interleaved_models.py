@@ -21,6 +21,7 @@ def test_chunks_of_a_model_train_as_the_uncut_one_bit_for_bit(name):
     compare(*both(name, 2, 1, parallel=INTERLEAVED), exact=name not in families.TIED and name != "plain")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ["t5", "t5-head", "bart"])
 def test_chunks_of_an_encoder_and_a_decoder_train_as_uncut(name):
     compare(*both(name, 2, 1, parallel=INTERLEAVED), exact=False)

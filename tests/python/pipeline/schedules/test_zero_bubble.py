@@ -65,6 +65,7 @@ def test_a_stage_of_several_ranks_shards_by_zero(stage, bf16):
     test_any_model.compare(*results, exact=True)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("more", [{"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, {"fp16": True}], ids=str)
 def test_other_types_are_those_of_1f1b(more):
     if "fp16" in more:
@@ -240,6 +241,7 @@ def recomputed(world, interval):
     return stages.train(engine, stages.batches(engine.data_parallel_rank, 2, STEPS, GAS), STEPS)
 
 
+@pytest.mark.costly
 def test_recomputed_layers_change_no_number():
     for (losses, norms, states), again in zip(run_ranks(4, recomputed, 0), run_ranks(4, recomputed, 2), strict=True):
         assert (losses, norms) == again[:2] and all(torch.equal(value, again[2][key]) for key, value in states.items())
@@ -251,6 +253,7 @@ def test_blocks_of_a_model_are_recomputed(use_reentrant):
     test_any_model.compare(*test_any_model.both("llama", 2, 1, edit=edit, parallel=ZERO_BUBBLE), exact=True)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("policy", [{"policy": "recompute"}, {"policy": "auto", "memory": "44KiB"}], ids=str)
 def test_a_policy_recomputes_blocks_of_stages(policy):
     import test_activations_on_stages as activations
@@ -260,6 +263,7 @@ def test_a_policy_recomputes_blocks_of_stages(policy):
     assert all(choice.recomputed for choice in choices) and {choice.live for choice in choices} == {2}
 
 
+@pytest.mark.costly
 def test_ranks_may_share_layers_beside():
     results = [
         run_ranks(4, families.train, "gpt2", families.config(1, GAS, 2, parallel={"schedule": n, "tensor": 2}), GAS, 2)
@@ -322,5 +326,6 @@ def loop_and_evaluate(world, schedule):
     return [*found, engine.eval_batch(iter(given)).item(), engine.global_steps]
 
 
+@pytest.mark.costly
 def test_a_loop_of_the_programs_own_and_evaluations_are_as_ever():
     assert run_ranks(2, loop_and_evaluate, "zero_bubble") == run_ranks(2, loop_and_evaluate, "1f1b")
