@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which part of the costly work is this commit's: tools/turns.py turn | tests | sanitizer | layers | due.
+"""Which part of the costly work is this commit's: tools/turns.py turn | tests | sanitizer | layers | few.
 
 CI runs a third of the costly grids, and one sanitizer over a third of the layers, chosen by the number of commits: of
 three runs in a row each takes another third, of six each another third or another sanitizer. What a change touched runs
@@ -11,7 +11,8 @@ turn       prints the number of commits: a third is its remainder of 3, and file
 tests      prints the test files of tests/python that changed, or that read sources which did
 sanitizer  prints asan or tsan
 layers     prints the layers whose tests the sanitizer runs
-due        prints those of them whose turn it is, without those that changed
+few        prints those of them whose turn it is, without those that changed and without the engine, whose tests compile
+           all of the product: what a slow machine has time for
 
 Fixtures, CI's own script and this one belong to all tests, as much of the product does; a third of everything meets a
 change of them at once, and the rest within two runs.
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
         "tests": changed_tests,
         "sanitizer": lambda: [SANITIZERS[turn() % len(SANITIZERS)]],
         "layers": layers_of_turn,
-        "due": lambda: sorted(_due(_layers())),
+        "few": lambda: sorted(_due(_layers()) - {"engine"}),
     }
     if len(arguments) != 1 or arguments[0] not in answers:
         print(__doc__, file=sys.stderr)

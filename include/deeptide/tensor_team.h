@@ -16,6 +16,9 @@
 #include "deeptide/engine.h"
 
 namespace deeptide {
+namespace trace {
+class Recorder;
+}
 
 /// A parameter of which each rank of a tensor team has a slice along one dimension. Each block is cut by itself, into
 /// parts of ceil(block / ranks) elements; the last part is padded where that is too much.
@@ -67,8 +70,9 @@ class DEEPTIDE_API TensorTeam {
   void broadcast(const at::Tensor& tensor, const std::string& phase);
 
   /// `meanwhile` runs now and then while a rank waits in forward or backward; nothing: nothing does. For engines, whose
-  /// other ranks may need what this one has to say before its peers of this team come.
-  void serve(std::function<void()> meanwhile);
+  /// other ranks may need what this one has to say before its peers of this team come. `recorder` is told of waits and
+  /// collectives; null: nobody is.
+  void serve(std::function<void()> meanwhile, std::shared_ptr<trace::Recorder> recorder);
 
  private:
   struct Impl;

@@ -189,7 +189,7 @@ bool Pending::advance(milliseconds limit) {
 
 void Pending::note_end() {
   trace::flight_log().end(ticket_);
-  if (recorder_) recorder_->note_collective(kind_, channel_, bytes_, begin_ns_);
+  if (recorder_) recorder_->note_collective(kind_, channel_, ranks_, bytes_, begin_ns_);
   recorder_.reset();
 }
 
@@ -246,6 +246,7 @@ Pending Group::logged(OperationPtr under_way, const char* operation, int64_t byt
   pending.recorder_ = options_.recorder;
   pending.kind_ = operation;
   pending.channel_ = channel_;
+  pending.ranks_ = size();
   pending.bytes_ = bytes;
   pending.begin_ns_ = trace::now_ns();
   return pending;

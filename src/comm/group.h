@@ -51,6 +51,7 @@ class Pending {
   std::shared_ptr<trace::Recorder> recorder_;  // null: nobody listens
   const char* kind_ = "";
   std::string channel_;
+  int ranks_ = 1;
   int64_t bytes_ = 0;
   int64_t begin_ns_ = 0;
 };
@@ -117,6 +118,8 @@ class Group {
   int64_t sent_bytes() const { return sent_bytes_; }
   /// Records the engine's time; null: nothing does.
   trace::Recorder* recorder() const { return options_.recorder.get(); }
+  /// For a channel that is older than its engine, or outlives it. Between collectives.
+  void report_to(std::shared_ptr<trace::Recorder> recorder) { options_.recorder = std::move(recorder); }
   /// The engine's step, for logs.
   int64_t step() const { return options_.clock ? options_.clock->step() : 0; }
 

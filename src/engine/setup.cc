@@ -123,7 +123,7 @@ void Engine::Impl::serve_tensor_team() {
   auto* const team = channels.tensor_team();
   if (team == nullptr) return;
   const auto begin = std::make_shared<std::chrono::steady_clock::time_point>();
-  team->serve([this, begin] {
+  const auto meanwhile = [this, begin] {
     if (channels.data().size() > 1) residency->attend();
     if (reducer) reducer->go_on();
     const auto now = std::chrono::steady_clock::now();
@@ -134,7 +134,8 @@ void Engine::Impl::serve_tensor_team() {
       throw CommError(fmt::format("rank {} stopped, waiting for the ranks that share its layers: {}",
                                   channels.world().rank, *failure));
     }
-  });
+  };
+  team->serve(meanwhile, channels.recorder());
 }
 
 report::Reporting Engine::Impl::reporting() {
@@ -154,7 +155,7 @@ report::Reporting Engine::Impl::reporting() {
 
 Engine::Impl::~Impl() {
   ledger->set_advice({});
-  if (auto* const team = channels.tensor_team()) team->serve({});
+  if (auto* const team = channels.tensor_team()) team->serve({}, nullptr);
   saver.reset();  // before the others learn that this rank ends
   intake.reset();
   if (const std::string text = links.text(); channels.is_first() && !text.empty()) log(LogLevel::info, text);

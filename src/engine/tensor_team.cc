@@ -217,9 +217,10 @@ void TensorTeam::broadcast(const Tensor& tensor, const std::string& phase) {
   impl_->wait(pending, phase, "taking the first rank's values of a layer that is cut");
 }
 
-void TensorTeam::serve(std::function<void()> meanwhile) {
+void TensorTeam::serve(std::function<void()> meanwhile, std::shared_ptr<trace::Recorder> recorder) {
   const std::lock_guard lock(impl_->mutex);
   impl_->meanwhile = std::move(meanwhile);
+  impl_->group.report_to(std::move(recorder));
 }
 
 void check_mesh(const MeshSizes& sizes, int ranks) {

@@ -45,6 +45,7 @@ void CommsTable::end(const trace::SpanRecord& span) noexcept {
   const std::lock_guard lock(mutex_);
   Kind& kind = kinds_[{spelled(span.name), span.bytes}];
   ++kind.count;
+  kind.ranks = span.ranks;
   kind.total_ms += ms;
   if (kind.latencies_ms.size() < kKept) {
     kind.latencies_ms.push_back(static_cast<float>(ms));
@@ -63,7 +64,7 @@ std::vector<CollectiveLine> CommsTable::lines() const {
     CollectiveLine line{.operation = key.first, .bytes = key.second, .count = kind.count, .total_ms = kind.total_ms};
     line.mean_ms = trimmed_mean(kind.latencies_ms);
     const double seconds = std::max(line.mean_ms, 1e-6) * 1e-3;
-    const double others = (world_ - 1.0) / world_;
+    const double others = (kind.ranks - 1.0) / kind.ranks;
     line.algorithm_gbps = static_cast<double>(key.second) * 8e-9 / seconds;
     const bool one_way = key.first == "send" || key.first == "receive" || key.first == "broadcast";
     line.bus_gbps = line.algorithm_gbps * (one_way ? 1.0 : others);

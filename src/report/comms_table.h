@@ -19,7 +19,7 @@ namespace deeptide::report {
 /// Listens to collectives. Thread-safe: they end on threads of their own while the program asks.
 class CommsTable : public trace::Sink {
  public:
-  CommsTable(const CommsLoggerConfig& config, int world) : config_(config), world_(world) {}
+  explicit CommsTable(const CommsLoggerConfig& config) : config_(config) {}
   void end(const trace::SpanRecord& span) noexcept override;
 
   /// By operation, then by bytes.
@@ -32,12 +32,12 @@ class CommsTable : public trace::Sink {
     std::vector<float> latencies_ms;  // the newest, for means without the slowest and the fastest tenth
     size_t next = 0;
     int64_t count = 0;
+    int ranks = 1;  // of the last one's team
     double total_ms = 0.0;
   };
   bool is_wanted(std::string_view operation) const;
 
   const CommsLoggerConfig config_;
-  const int world_;
   mutable std::mutex mutex_;  // guards kinds_
   std::map<std::pair<std::string, int64_t>, Kind> kinds_;
 };

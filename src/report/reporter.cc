@@ -76,7 +76,7 @@ Reporter::Reporter(const Config& config, Reporting place)
   if (breaks_down_) place_.recorder->add(clock_);
   is_timed_ = breaks_down_;
   if (config.comms_logger().enabled) {
-    place_.recorder->add(comms_.emplace(config.comms_logger(), static_cast<int>(place_.ranks.size())));
+    place_.recorder->add(comms_.emplace(config.comms_logger()));
   }
 }
 

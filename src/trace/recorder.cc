@@ -145,7 +145,7 @@ void Recorder::remove(Sink& sink) {
   on_.store(!sinks_.empty(), std::memory_order_relaxed);
 }
 
-void Recorder::note_collective(std::string_view operation, std::string_view channel, int64_t bytes,
+void Recorder::note_collective(std::string_view operation, std::string_view channel, int ranks, int64_t bytes,
                                int64_t begin_ns) noexcept {
   if (!is_on()) return;
   end({.work = Work::collective,
@@ -153,7 +153,8 @@ void Recorder::note_collective(std::string_view operation, std::string_view chan
        .channel = channel,
        .begin_ns = begin_ns,
        .end_ns = now_ns(),
-       .bytes = bytes});
+       .bytes = bytes,
+       .ranks = ranks});
 }
 
 void Recorder::begin(Work work, std::string_view name) noexcept {

@@ -38,6 +38,7 @@ struct SpanRecord {
   int64_t end_ns = 0;
   int64_t step = 0;   // optimizer steps that had ended
   int64_t bytes = 0;  // of a collective
+  int ranks = 1;      // of its team
   uint32_t thread = 0;
   bool in_turn = false;  // on the training thread, and within no other span but a phase and a unit
 };
@@ -68,7 +69,8 @@ class Recorder {
   bool is_on() const { return on_.load(std::memory_order_relaxed); }
 
   /// Reports a collective that has ended; it may have been under way beside anything else.
-  void note_collective(std::string_view operation, std::string_view channel, int64_t bytes, int64_t begin_ns) noexcept;
+  void note_collective(std::string_view operation, std::string_view channel, int ranks, int64_t bytes,
+                       int64_t begin_ns) noexcept;
 
  private:
   friend class Span;

@@ -17,7 +17,7 @@ TEST(Timeline, WritesSpansInMicrosecondsAndCollectivesAsPairs) {
   Timeline timeline(3, 4, "a");
   recorder.add(timeline);
   recorder.enter(trace::Phase::step, 9);
-  recorder.note_collective("all-gather", "gathers", 64, trace::now_ns() - 5000);
+  recorder.note_collective("all-gather", "gathers", 2, 64, trace::now_ns() - 5000);
   timeline.note_exchange(9);
   recorder.enter(trace::Phase::between, 10);
   recorder.remove(timeline);

@@ -120,7 +120,7 @@ TEST(Span, TellsNobodyWithoutASink) {
   recorder.enter(Phase::forward, 1);
   { const Span span(&recorder, Work::wait, "wait"); }
   { const Span span(nullptr, Work::wait, "wait"); }
-  recorder.note_collective("all-gather", "gathers", 5, now_ns());
+  recorder.note_collective("all-gather", "gathers", 2, 5, now_ns());
   EXPECT_FALSE(recorder.is_on());
   EXPECT_TRUE(kept.all.empty());
 }

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <new>
 #include <utility>
 
 namespace deeptide::checkpoint {
@@ -35,7 +34,8 @@ void AlignedWriter::take_memory() {
   block.memory = io::allocate_aligned(block_bytes_, current_ < 2 ? kLeastBlockBytes : block_bytes_);
   block.room = block_bytes_;
   if (block.memory) return;
-  if (current_ == 0) throw std::bad_alloc();
+  if (current_ == 0)
+    fail("take " + std::to_string(kLeastBlockBytes) + " bytes of memory to write", file_.path(), ENOMEM);
   blocks_.resize(current_);
   current_ = 0;
   settle(blocks_[current_]);

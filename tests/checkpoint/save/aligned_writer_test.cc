@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <fstream>
 #include <iterator>
 #include <string>
@@ -57,6 +58,27 @@ TEST(AlignedWriter, WritesSmallerBlocksWhereMemoryIsShort) {
 #endif
   static_assert(kRoom < kBlockBytes);
   for (const int64_t size : {3 * kBlockBytes + 4321, kBlockBytes / 4 * 3 + 4321}) write_and_compare(bytes_of(size));
+}
+
+TEST(AlignedWriter, NamesItsFileWhereThereIsNoMemory) {
+#ifdef DEEPTIDE_SANITIZED
+  GTEST_SKIP() << "a sanitizer maps more than any limit";
+#endif
+  const Scratch scratch;
+  const auto write = [&] {
+    AlignedWriter writer(scratch / "file", kBlockBytes);
+    limit_addresses(0);
+    static void* volatile taken = nullptr;
+    do taken = std::malloc(size_t{64} << 10);
+    while (taken != nullptr);
+    try {
+      writer.append("one", 3);
+    } catch (const std::exception& error) {
+      std::fprintf(stderr, "%s\n", error.what());
+      ::_exit(1);
+    }
+  };
+  EXPECT_EXIT(write(), testing::ExitedWithCode(1), "to write .*/file: Cannot allocate memory");
 }
 
 }  // namespace

@@ -2,8 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model that ranks share trains as the whole one: losses, norms, weights, at every stage of ZeRO."""
 
+import collections
 import os
 import signal
+import time
 
 import cut
 import models
@@ -12,6 +14,7 @@ import torch
 from conftest import run_processes, run_ranks
 
 import deeptide
+from deeptide.tensor import team_of
 
 
 def few_turn_back(one, other, name):
@@ -125,6 +128,48 @@ def test_ranks_hold_slices_and_the_summary_names_the_axes():
         assert "data=2 tensor=2" in summary
         assert "x 2 ranks" in summary
         assert batch == 2 * cut.MICRO
+
+
+class Sent:
+    """A team's core, and the bytes of each tensor that it is given."""
+
+    def __init__(self, core):
+        self._core, self.bytes = core, []
+
+    def __getattr__(self, name):
+        method = getattr(self._core, name)
+
+        def called(tensor, phase):
+            self.bytes.append(tensor.nbytes)
+            return method(tensor, phase)
+
+        return called if callable(method) else method
+
+
+def observed(world, settings):
+    engine = cut.start(world, settings)
+    cut.steps(engine, 1)
+    if world.rank == 1:
+        engine.module.h[1].register_forward_pre_hook(lambda *_: time.sleep(0.3))
+
+    def gathered():
+        return {line.bytes: line.count for line in engine._core.collectives() if line.operation == "all_gather"}
+
+    before, team = gathered(), team_of(engine.module)
+    sent = team.core = Sent(team.core)
+    cut.steps(engine, 1, begin=1)
+    after = gathered()
+    counts = {size: after[size] - before.get(size, 0) for size in after if after[size] != before.get(size, 0)}
+    return counts, collections.Counter(2 * size for size in sent.bytes), engine._core.step_times()
+
+
+def test_sums_inside_layers_are_in_the_table_and_waits_for_them_in_the_breakdown():
+    seen = {"comms_logger": {"enabled": True}, "wall_clock_breakdown": True}
+    first, second = run_ranks(2, observed, cut.config(0, 2) | seen)
+    for counts, sent, _ in (first, second):
+        assert len(sent) > 1
+        assert counts.items() >= sent.items()  # two ranks gather each other's rows, and sum them
+    assert first[2].waiting > max(0.25, second[2].waiting)
 
 
 def loaded(world, settings):
