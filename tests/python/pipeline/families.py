@@ -39,6 +39,15 @@ FAMILIES = {
             hidden_dropout_prob=0, attention_probs_dropout_prob=0, **_SIZES, **_TOKENS | {"pad_token_id": 0}
         )
     ),
+    "classes": lambda: transformers.XLMRobertaForSequenceClassification(
+        transformers.XLMRobertaConfig(
+            hidden_dropout_prob=0,
+            attention_probs_dropout_prob=0,
+            num_labels=3,
+            **_SIZES,
+            **_TOKENS | {"pad_token_id": 0},
+        )
+    ),
     "opt": lambda: transformers.OPTForCausalLM(
         transformers.OPTConfig(
             hidden_size=16,
@@ -163,6 +172,7 @@ def batches(name, data_rank, data_size, steps, gas):
             mask = torch.ones_like(tokens)
             mask[0, -2:] = number % 2
             labels = tokens[:, : -1 - number % 2].contiguous() if name in ENCODERS_AND_DECODERS else tokens
+            labels = tokens[:, 0] % 3 if name == "classes" else labels
             yield {"input_ids": tokens, "attention_mask": mask, "labels": labels}
 
 

@@ -89,6 +89,7 @@ _XGLM = {
     "dropout": 0.0,
     "attention_dropout": 0.0,
 }
+_NO_BERT_DROPOUT = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
 KINDS = {
     "llama": ("Llama", "ForCausalLM", _SIZES),
     "llama-tied": ("Llama", "ForCausalLM", {**_SIZES, "tie_word_embeddings": True}),
@@ -109,7 +110,8 @@ KINDS = {
     "xglm": ("XGLM", "ForCausalLM", _XGLM),
     "llama4": ("Llama4Text", "ForCausalLM", _WRITES_SUMS),
     "t5": ("T5", "ForConditionalGeneration", _T5),
-    "bert": ("Bert", "ForMaskedLM", {**_BERT, "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}),
+    "classes": ("Roberta", "ForSequenceClassification", {**_BERT, "num_labels": 4, **_NO_BERT_DROPOUT}),
+    "bert": ("Bert", "ForMaskedLM", {**_BERT, **_NO_BERT_DROPOUT}),
 }
 
 
@@ -125,7 +127,7 @@ def train(world, kind, settings):
     losses, norms, gradients = [], [], {}
     for tokens, _ in models.batches(STEPS, MICRO * ranks, vocab=VOCAB, length=LENGTH):
         mine = tokens[rank * MICRO : (rank + 1) * MICRO]
-        loss = engine(input_ids=mine, labels=mine).loss
+        loss = engine(input_ids=mine, labels=mine[:, 0] % 4 if kind == "classes" else mine).loss
         losses.append(loss.item())
         engine.backward(loss)
         gradients = gradients or cut.whole(engine, "gradient")

@@ -17,6 +17,7 @@ _SHARE = 0.25  # of the trained elements: so much in two containers means two ch
 _LEAST = 0.05  # so much in each of an encoder and a decoder means that both are to be cut
 _EARLY = ("layernorm_embedding",)  # modules that run before the blocks and are registered after them
 _LATE = ("final_layer_norm", "project_out")  # the other way round: OPT's
+_HEADS = ("classifier", "score", "qa_outputs", "pooler")  # likewise, wherever they lie
 _CURE = "write the model as a deeptide.pipeline.PipelineModule"
 
 
@@ -203,7 +204,9 @@ class Places:
             return "before" if own[-1] in _EARLY else "after"
         common = next(i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b)
         branch = ".".join(own[: common + 1])
-        if any(head == branch or head.startswith(branch + ".") for head in self._heads_of(model)):
+        if own[common] in _HEADS or any(
+            head == branch or head.startswith(branch + ".") for head in self._heads_of(model)
+        ):
             return "after"
         siblings = [name for name, _ in model.get_submodule(".".join(own[:common])).named_children()]
         return "before" if siblings.index(own[common]) < siblings.index(other[common]) else "after"

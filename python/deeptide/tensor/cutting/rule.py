@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from torch import nn
 
 from deeptide._C import ConfigError
@@ -70,6 +72,7 @@ def rule_plan(model: nn.Module) -> Plan:
         kind = _kind(path, module) if is_linear(module) else None
         if kind is not None:
             plan[path] = Cut(kind[0], blocks=_blocks(path, module) if kind[1] else None)
+    _leave_heads(plan)
     _check_pairs(plan, dict(model.named_modules()))
     if not plan:
         raise ConfigError(
@@ -80,6 +83,14 @@ def rule_plan(model: nn.Module) -> Plan:
     plan.update({path: Cut(HEADS) for path, module in model.named_modules() if _is_of_heads(path, module)})
     plan.update(_words(model))
     return plan
+
+
+def _leave_heads(plan: Plan) -> None:
+    """Beside the blocks, layers with names of such as join features are a head's, as in "classifier.out_proj"."""
+    beside = [path for path in plan if not _block_of(path)]
+    if all(plan[path].kind == ROW for path in beside):
+        for path in beside:
+            del plan[path]
 
 
 def _check_pairs(plan: Plan, modules: dict[str, nn.Module]) -> None:
@@ -105,7 +116,10 @@ def _words(model: nn.Module) -> Plan:
         ("get_input_embeddings", Cut(VOCABULARY), nn.Embedding),
         ("get_output_embeddings", Cut(COLUMN, True), nn.Linear),
     ):
-        found = getattr(model, method)() if hasattr(model, method) else None
+        found = None
+        if hasattr(model, method):
+            with suppress(NotImplementedError):  # Canine has several
+                found = getattr(model, method)()
         if type(found) is kind and id(found) in paths:
             plan[paths[id(found)]] = cut
     return plan
