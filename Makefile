@@ -6,7 +6,7 @@ VENV ?= .venv
 PYTHON ?= $(VENV)/bin/python
 RANKS ?= 2
 JOBS ?= $(shell tools/jobs.sh)
-# Tests wait for each other's ranks half of their time, those in C++ longer.
+# Tests wait for each other's ranks half of their time, those in C++ longer, those over hosts less.
 WORKERS ?= $(shell expr 2 \* $(JOBS))
 PROGRAMS ?= $(shell expr 3 \* $(JOBS))
 HOST_WORKERS ?= $(shell expr 3 \* $(JOBS) / 2)

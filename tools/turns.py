@@ -3,7 +3,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which part of the costly work is this commit's: tools/turns.py turn | tests | sanitizer | layers | few.
 
-CI runs a third of the costly grids, and one sanitizer over a third of the layers, chosen by the number of commits: of
+CI runs a third of the costly cases, and one sanitizer over a third of the layers, chosen by the number of commits: of
 three runs in a row each takes another third, of six each another third or another sanitizer. What a change touched runs
 whole, whatever its turn; of layers, as many again at most: those with the most changed files.
 
