@@ -4,7 +4,8 @@
 
 A GPT whose blocks are those of the transformer layer, and the same GPT in plain torch, eager and compiled, train in
 turns, each in a process of its own, forward, backward and AdamW. A step counts 6 flops per parameter of a product and
-token, and those of attention; the rate of products is measured in the model's own shapes, before and after.
+token, and those of attention. The rate of products, the three of the block's largest layer, is measured in each turn,
+since machines change their clock: shares are of the turn's own rate.
 """
 
 import argparse
@@ -90,28 +91,34 @@ def flops_of(size):
     return 6.0 * weights * tokens + 12.0 * size.layers * size.width * size.context * tokens
 
 
-def rate_of_products(size, dtype, runs=5):
-    """Flops per second of the block's largest product, the best of some runs."""
-    a = torch.randn(size.batch * size.context, size.width).to(dtype)
-    b = torch.randn(size.width, 4 * size.width).to(dtype)
-    best = float("inf")
-    for _ in range(runs):
-        begin = time.perf_counter()
-        for _ in range(10):
-            torch.mm(a, b)
-        best = min(best, (time.perf_counter() - begin) / 10)
-    return 2.0 * a.numel() * b.size(1) / best
+def products(size, dtype):
+    """A tenth of a step's flops in the block's largest product, forward's shape and both of backward's."""
+    x_td = torch.randn(size.batch * size.context, size.width).to(dtype)
+    weight_ed = torch.randn(4 * size.width, size.width).to(dtype)
+    y_te = torch.randn(size.batch * size.context, 4 * size.width).to(dtype)
+    rounds = max(1, round(flops_of(size) * PART_OF_STEP / (6.0 * x_td.numel() * 4 * size.width)))
+
+    def run(_x, _y):
+        for _ in range(rounds):
+            torch.mm(x_td, weight_ed.t())
+            torch.mm(y_te, weight_ed)
+            torch.mm(y_te.t(), x_td)
+        return 6.0 * rounds * x_td.numel() * 4 * size.width
+
+    return run
 
 
+PRODUCTS, PART_OF_STEP = "products", 0.1
 WAYS = {
     "deeptide, layer's blocks": engine_step,
     "torch, eager": lambda size, dtype: torch_step(size, dtype, False),
     "torch.compile": lambda size, dtype: torch_step(size, dtype, True),
+    PRODUCTS: products,
 }
 
 
 def serve(turns, threads, way, size, dtype):
-    """One way's process: tells (seconds, loss) of each step that it is asked for."""
+    """One way's process: tells (seconds, loss) of each step that it is asked for; of products, (seconds, flops)."""
     torch.set_num_threads(threads)
     _C.install_cpu_allocator()  # for all alike
     step = WAYS[way](size, dtype)
@@ -145,18 +152,26 @@ def by_turns(options, ways, size, dtype):
 
 
 def measure(options, name, dtype, record):
-    size = dataclasses.replace(SIZES[name], batch=options.batch)
-    peaks = [rate_of_products(size, dtype)]
+    size, kind = dataclasses.replace(SIZES[name], batch=options.batch), str(dtype).removeprefix("torch.")
     found = by_turns(options, [way for way in WAYS if options.compile or way != "torch.compile"], size, dtype)
-    peaks.append(rate_of_products(size, dtype))
-    peak, kind = max(peaks), str(dtype).removeprefix("torch.")
+    rates = [flops / taken for taken, flops in found.pop(PRODUCTS)[1:]]
     for way, steps in found.items():
         seconds = [taken for taken, _ in steps[1:]]
-        best, middle = min(seconds), statistics.median(seconds)
-        shares = [flops_of(size) / taken / peak for taken in (best, middle)]
-        record["runs"].append({"model": name, "type": kind, "way": way, "seconds": seconds, "shares": shares})
-        words = [f"{100 * share:.1f} %" for share in shares]
-        yield [name, kind, way, f"{best:.3f}", f"{middle:.3f}", f"{peak / 1e9:.1f}", *words, f"{steps[-1][1]:.4f}"]
+        shares = [flops_of(size) / taken / rate for taken, rate in zip(seconds, rates, strict=True)]
+        run = {"model": name, "type": kind, "way": way, "seconds": seconds, "rates": rates, "shares": shares}
+        record["runs"].append(run)
+        words = [f"{100 * share:.1f} %" for share in (min(shares), statistics.median(shares), max(shares))]
+        rate = f"{statistics.median(rates) / 1e9:.1f}"
+        yield [
+            name,
+            kind,
+            way,
+            f"{min(seconds):.3f}",
+            f"{statistics.median(seconds):.3f}",
+            rate,
+            *words,
+            f"{steps[-1][1]:.4f}",
+        ]
 
 
 def main():
@@ -164,7 +179,7 @@ def main():
     parser.add_argument("--models", choices=["46m", "319m"], nargs="+", default=["46m", "319m"])
     parser.add_argument("--types", choices=["fp32", "bf16"], nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--threads", type=int, default=1)
     output.add_arguments(parser, "less-step")
@@ -174,11 +189,10 @@ def main():
     for name in options.models:
         for kind in options.types:
             rows += measure(options, name, {"fp32": torch.float32, "bf16": torch.bfloat16}[kind], record)
-    text = output.head(
-        "The whole step against products", record, "Best and median step, and their shares of the products' rate."
-    )
+    about = "Best and median step, the products' median rate, and the step's shares of the rate in its own turn."
+    text = output.head("The whole step against products", record, about)
     header = ["model", "type", "way", "best (s)", "median (s)", "products, Gflop/s"]
-    header += ["share, best", "share, median", "last loss"]
+    header += ["least share", "median share", "most", "last loss"]
     output.write(options, text + "\n" + output.table(header, rows), record)
 
 

@@ -70,7 +70,21 @@ def residual_layer_norm(width, dtype):
     return (x, residual, w, b), lambda: ops.residual_layer_norm(x, residual, (width,), w, b), torchs
 
 
+def attention(sequences, length):
+    def case(width, dtype):
+        fused = torch.randn(sequences, length, 3, width // 64, 64).to(dtype)
+        inputs = [part.detach().requires_grad_() for part in fused.permute(2, 0, 3, 1, 4).unbind(0)]
+        return (
+            tuple(inputs),
+            lambda: ops.attention(*inputs, causal=True),
+            lambda: F.scaled_dot_product_attention(*inputs, is_causal=True),
+        )
+
+    return case
+
+
 CASES = {
+    **{f"attention, D, {2048 // n} x {n}": attention(2048 // n, n) for n in (128, 256, 512, 1024)},
     "gelu_tanh (256, 4D)": gelu,
     "layer_norm (256, D)": layer_norm,
     "residual_layer_norm (256, D)": residual_layer_norm,

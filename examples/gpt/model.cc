@@ -74,7 +74,7 @@ Tensor AttentionImpl::forward(const Tensor& x, const RotaryTable& table) {
   auto parts = linear(qkv_, x).split(width, 2);
   for (Tensor& part : parts) part = part.view({batch, length, heads_, width / heads_}).transpose(1, 2);
   const Tensor q = rotate(parts[0], table), k = rotate(parts[1], table);
-  const Tensor y = at::scaled_dot_product_attention(q, k, parts[2], {}, 0.0, /*is_causal=*/true);
+  const Tensor y = ops::attention(q, k, parts[2], {}, /*causal=*/true);
   return linear(proj_, y.transpose(1, 2).reshape({batch, length, width}));
 }
 

@@ -65,7 +65,7 @@ class Attention(nn.Module):
             for part in linear(self.qkv, x).split(width, dim=2)
         )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = ops.attention(q, k, v, causal=True)
         return linear(self.proj, y.transpose(1, 2).reshape(batch, length, width))
 
 

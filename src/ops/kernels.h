@@ -52,6 +52,19 @@ struct LayerNormInputGradients {
 /// Sums weight's and bias's gradients over rows in an order that depends on N alone, not on the threads.
 void layer_norm_backward_cpu(const LayerNormGradients& from, const LayerNormInputGradients& to);
 
+struct AttentionTerms {
+  double scale = 1.0;
+  bool causal = false;   // query r sees keys 0 to r
+  at::Tensor mask_NHRC;  // added to scaled scores: fp32, a view that may repeat rows; undefined if there is none
+};
+
+/// Turns scores (P, R, C), contiguous bf16, into their softmax in place. Pairs of a sequence and a head are numbered
+/// from `first_pair`. A row whose scores are all masked gets zeros; one with a NaN or +inf, NaN.
+void attention_shares_cpu(const at::Tensor& scores_PRC, const AttentionTerms& terms, int64_t first_pair);
+
+/// Turns the gradient of shares, both contiguous bf16, into that of the unscaled scores in place.
+void attention_gradient_cpu(const at::Tensor& shares_PRC, const at::Tensor& gradient_PRC, double scale);
+
 /// Computes cross-entropy with torch's operators; any type and device, with gradients of any order.
 at::Tensor cross_entropy_reference(const at::Tensor& logits_NV, const at::Tensor& targets_N, int64_t ignore_index,
                                    int64_t reduction, double label_smoothing);

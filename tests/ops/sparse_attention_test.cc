@@ -8,7 +8,7 @@
 
 #include <limits>
 
-#include "ops/sparse/spans.h"
+#include "ops/attention/spans.h"
 
 namespace deeptide::ops {
 namespace {

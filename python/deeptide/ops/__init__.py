@@ -12,6 +12,7 @@ from torch import Tensor
 import deeptide._C  # noqa: F401  registers torch.ops.deeptide
 
 __all__ = [
+    "attention",
     "cross_entropy",
     "gelu_tanh",
     "labelled_rows",
@@ -33,6 +34,22 @@ def _reduction(name: str) -> int:
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """torch.nn.functional.linear; in fp32 by oneDNN where torch's BLAS leaves AVX-512 unused (AMD)."""
     return torch.ops.deeptide.linear(input, weight, bias)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """torch.nn.functional.scaled_dot_product_attention without dropout.
+
+    Shapes: query (N, H, R, D), key and value (N, H, C, D), mask expandable to (N, H, R, C) -> (N, H, R, D). Faster
+    for bf16 and up to 1024 keys where the processor multiplies bf16; scores are bf16 then, and made again in backward.
+    """
+    return torch.ops.deeptide.attention(query, key, value, mask, causal, scale)
 
 
 def cross_entropy(

@@ -285,7 +285,7 @@ class DeepSpeedTransformerLayer(nn.Module):
             mask = mask.to(query.dtype)
         ratio = self.config.attn_dropout_ratio if self.training else 0.0
         if ratio == 0:
-            context = F.scaled_dot_product_attention(query, key, value, mask)
+            context = ops.attention(query, key, value, mask)
         else:
             context = self._dropped_attention(query, key, value, mask, ratio)
         context = context.transpose(1, 2).reshape(batch, length, hidden)

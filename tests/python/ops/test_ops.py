@@ -135,6 +135,54 @@ def test_cross_entropy_says_nan_where_torch_does():
     assert logits.grad[:3].isnan().all() and logits.grad[3].isfinite().all()
 
 
+def attention_masks(queries, keys):
+    """Masks by what they are: none, added, for each head, and true where a key is seen."""
+    added = torch.randn(2, 1, 1, keys).clamp(max=1.0)
+    each = torch.full((queries, keys), -torch.inf).triu(1)
+    return {"none": None, "added": added, "matrix": each, "seen": torch.rand(2, 3, queries, keys) < 0.8}
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("kind", ["none", "added", "matrix", "seen", "causal"])
+@pytest.mark.parametrize("sizes", [(1, 1, 4), (9, 9, 8), (7, 33, 16), (200, 200, 64), (20, 1100, 16)])
+def test_attention_agrees_with_fp64(sizes, kind, dtype):
+    queries, keys, width = sizes
+    causal, mask = kind == "causal", attention_masks(queries, keys).get(kind)
+    if kind == "seen":
+        mask[..., 0] = True
+    inputs = [torch.randn(2, count, 3, width).transpose(1, 2) for count in (queries, keys, keys)]
+
+    def torchs(query, key, value):
+        exact = mask.double() if mask is not None and mask.is_floating_point() else mask
+        return F.scaled_dot_product_attention(query, key, value, exact, is_causal=causal)
+
+    def ours(query, key, value):
+        typed = mask.to(dtype) if mask is not None and mask.is_floating_point() else mask
+        return ops.attention(query, key, value, typed, causal)
+
+    beside_fp64(ours, torchs, inputs, dtype)
+
+
+def test_attention_has_a_second_derivative_and_torchs_errors():
+    inputs = [torch.randn(1, 2, 5, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    seconds = []
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # torch's fused one has none
+        for function in (ops.attention, F.scaled_dot_product_attention):
+            first = torch.autograd.grad(function(*inputs).float().square().sum(), inputs, create_graph=True)
+            seconds.append(torch.autograd.grad(sum(g.float().square().sum() for g in first), inputs))
+    for mine, torchs in zip(*seconds, strict=True):
+        torch.testing.assert_close(mine, torchs, rtol=0.1, atol=0.1 * float(torchs.abs().max()))
+    with pytest.raises(RuntimeError):
+        ops.attention(inputs[0], torch.randn(1, 2, 5, 4, dtype=torch.bfloat16), inputs[2])
+
+
+def test_attention_gives_a_learned_mask_its_gradient():
+    inputs = [torch.randn(1, 2, 5, 8, dtype=torch.bfloat16) for _ in range(3)]
+    bias = torch.randn(1, 2, 5, 5, dtype=torch.bfloat16, requires_grad=True)
+    ops.attention(*inputs, bias).sum().backward()
+    assert bias.grad.abs().sum() > 0
+
+
 NORM_SHAPES = [
     ((1, 1), 1),
     ((5, 1), 1),

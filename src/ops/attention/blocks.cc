@@ -1,8 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Attention span by span: scores of some rows of blocks are in memory at a time.
-// Attention span by span: scores of some rows of blocks are in memory at a time.
-#include "ops/sparse/blocks.h"
+#include "ops/attention/blocks.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>

@@ -7,7 +7,7 @@
 
 #include <vector>
 
-#include "ops/sparse/spans.h"
+#include "ops/attention/spans.h"
 
 // Shapes: N sequences, H heads, S positions, D elements of a head.
 

@@ -12,9 +12,9 @@
 #include <string>
 
 #include "deeptide/sparse_attention.h"
+#include "ops/attention/blocks.h"
+#include "ops/attention/spans.h"
 #include "ops/dispatched.h"
-#include "ops/sparse/blocks.h"
-#include "ops/sparse/spans.h"
 
 // Shapes: N sequences, H heads, S positions, D elements of a head.
 

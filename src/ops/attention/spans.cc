@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Cuts layouts into spans.
 // Cuts layouts into spans.
-#include "ops/sparse/spans.h"
+#include "ops/attention/spans.h"
 
 #include <algorithm>
 
