@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 
 #include "deeptide/export.h"
@@ -42,6 +43,15 @@ DEEPTIDE_API uint64_t address_of(const at::Tensor& tensor);
 DEEPTIDE_API uint64_t address_of(const at::Storage& storage);
 /// Gives a deferred tensor, and all that share its storage, memory and values; does nothing for others.
 DEEPTIDE_API void materialize(const at::Tensor& tensor);
+
+/// Calls `take(begin, values)` with a deferred tensor's values from its first element to its last, `count` elements at
+/// a time, one-dimensional; the tensor stays deferred. count: a multiple of 16. Returns false, and calls nothing, if
+/// the values cannot be made so: the tensor is not contiguous, or came about by more than draws and elementwise
+/// operators.
+DEEPTIDE_API bool for_each_part(const at::Tensor& tensor, int64_t count,
+                                const std::function<void(int64_t, const at::Tensor&)>& take);
+/// Gives a deferred tensor these values, of any shape and its type and device, in place of those it would get.
+DEEPTIDE_API void replace_values(const at::Tensor& tensor, const at::Tensor& values);
 
 /// Waits until a parameter that a step has published holds its new values (`overlap_publish`): call it before code that
 /// reads its memory by address. Operators wait by themselves. Does nothing for other tensors. Errors: CommError.

@@ -63,6 +63,8 @@ void bind_device(py::module_& module) {
   module.def("address_of_storage", py::overload_cast<const at::Storage&>(&zero::address_of));
   module.def("materialize", &zero::materialize);
   module.def("values_of", &zero::values_of);
+  module.def("for_each_part", &zero::for_each_part, py::arg("tensor"), py::arg("count"), py::arg("take"));
+  module.def("replace_values", &zero::replace_values, py::arg("tensor"), py::arg("values"));
   module.def("lend_memory", &zero::lend_memory);
   module.def("run_as_operator", &run_as_operator, py::arg("graph"), py::arg("inputs"), py::arg("written"));
   using SpillPointer = std::unique_ptr<binding::Spill, DeleteWithoutGil<binding::Spill>>;

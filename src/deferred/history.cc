@@ -17,6 +17,7 @@
 #include <unordered_set>
 
 #include "deferred/key.h"
+#include "deferred/parts.h"
 #include "deferred/traits.h"
 #include "device/memory/idle_memory.h"
 #include "device/memory/page_heap.h"
@@ -117,15 +118,6 @@ torch::jit::Stack complete(const Operation& operation, const std::vector<Tensor>
     }
   }
   return stack;
-}
-
-void check_kept(const Operation& operation) {
-  for (const auto& [tensor, version] : operation.kept) {
-    TORCH_CHECK_VALUE(tensor.is_inference() || tensor._version() == version, "zero.Init: a tensor of shape ",
-                      tensor.sizes(), " that ", operation.op.schema().name(),
-                      " read while the model was built has changed since. Change it after initialize, or give the "
-                      "model a copy.");
-  }
 }
 
 /// Runs the call with these tensors; leaves what it returns on the stack.
@@ -241,6 +233,15 @@ class Replay {
 
 }  // namespace
 
+void check_kept(const Operation& operation) {
+  for (const auto& [tensor, version] : operation.kept) {
+    TORCH_CHECK_VALUE(tensor.is_inference() || tensor._version() == version, "zero.Init: a tensor of shape ",
+                      tensor.sizes(), " that ", operation.op.schema().name(),
+                      " read while the model was built has changed since. Change it after initialize, or give the "
+                      "model a copy.");
+  }
+}
+
 // A memory that is written row by row has a long history: without the queue each version would free the one before it
 // from within its own destructor.
 Version::~Version() {
@@ -285,6 +286,7 @@ std::vector<Storage> replay(const std::vector<std::shared_ptr<Version>>& version
 void draw(const Operation& operation) {
   const c10::impl::ExcludeDispatchKeyGuard exclude(kKey);
   const at::NoGradGuard no_grad;
+  if (draw_in_parts(operation)) return;
   std::vector<Tensor> tensors;
   for (const Absent& absent : operation.absent) {
     // How much is drawn depends on shapes, not on what the written tensor held.

@@ -75,6 +75,9 @@ std::vector<at::Storage> replay(const std::vector<std::shared_ptr<Version>>& ver
 /// Runs one operator for what it draws from its generator, and drops what it gives.
 void draw(const Operation& operation);
 
+/// Errors: ValueError if a tensor that the operator read has changed since.
+void check_kept(const Operation& operation);
+
 /// Returns an uninitialised tensor in memory of its own; `geometry.nbytes` is ignored.
 at::Tensor tensor_of(Geometry geometry);
 

@@ -3,8 +3,11 @@
 // The public names of deferred construction.
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
+
 #include "deeptide/zero.h"
 #include "deferred/memory.h"
+#include "deferred/parts.h"
 #include "deferred/recorder.h"
 #include "sharding/gate.h"
 
@@ -24,6 +27,22 @@ bool has_deferred_key(const at::Tensor& tensor) { return deferred::has_key(tenso
 bool is_sharded(const at::Tensor& tensor) { return sharding::is_lent(tensor); }
 
 void materialize(const at::Tensor& tensor) { deferred::materialize(tensor); }
+
+bool for_each_part(const at::Tensor& tensor, int64_t count,
+                   const std::function<void(int64_t, const at::Tensor&)>& take) {
+  TORCH_CHECK_VALUE(count > 0 && count % deferred::Parts::kMultiple == 0, "for_each_part: count is ", count,
+                    ", expected a multiple of ", deferred::Parts::kMultiple);
+  auto parts = deferred::Parts::of(tensor);
+  if (!parts) return false;
+  for (int64_t begin = 0; begin < tensor.numel(); begin += count)
+    take(begin, parts->next(std::min(count, tensor.numel() - begin)));
+  return true;
+}
+
+void replace_values(const at::Tensor& tensor, const at::Tensor& values) {
+  deferred::set_key(tensor, false);
+  const_cast<at::Tensor&>(tensor).set_data(values);
+}
 
 uint64_t address_of(const at::Tensor& tensor) { return deferred::address_of(tensor); }
 uint64_t address_of(const at::Storage& storage) { return deferred::address_of(storage); }

@@ -206,27 +206,6 @@ def test_what_cannot_be_is_refused_with_its_cure(changes, text):
     run_ranks(4, rank)
 
 
-def made(world, settings, is_deferred):
-    sizes = {"vocab": 301, "width": 96}  # weights of 64 KiB and more are deferred
-    with deeptide.zero.Init(enabled=is_deferred):
-        model = models.make_model(**sizes)
-    assert deeptide._C.is_deferred(model.h[0].up.weight) == is_deferred
-    engine = deeptide.initialize(model=model, config=settings, world=world)[0]
-    losses, norms = cut.steps(engine, cut.STEPS)
-    return losses, norms, engine.module_state_dict()
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_model_without_its_memory_is_cut_weight_by_weight(stage):
-    shared = run_ranks(2, made, cut.config(stage, 2), True)
-    whole = run_ranks(1, made, cut.config(stage, 1), False)[0]
-    cut.near(shared[0][0], whole[0], 1e-5, "losses")
-    cut.near(shared[0][1], whole[1], 1e-4, "norms")
-    assert {name: value.shape for name, value in shared[0][2].items()} == {
-        name: value.shape for name, value in whole[2].items()
-    }
-
-
 def with_other_batches(world, settings):
     engine = cut.start(world, settings)
     tokens, targets = models.batches(1, cut.MICRO * world.size)[0]

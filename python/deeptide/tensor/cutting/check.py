@@ -4,40 +4,69 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from deeptide._C import CommError, ConfigError
 from deeptide._process.log import say
+from deeptide.tensor.cutting.examples import Example, examples_of
+from deeptide.tensor.team import Team
 
-_LENGTH = 6
 _MISFIT = (
     "a layer is used in another way than its name says. Name the layers to cut in tensor_parallel.partition_config"
 )
 
 
-def example_of(model: nn.Module) -> dict[str, Any] | None:
-    """Keyword arguments of a small forward, of a model of Transformers that takes words; None for others."""
-    config = getattr(model, "config", None)
-    words = getattr(config, "vocab_size", None)
-    if not isinstance(words, int) or getattr(model, "main_input_name", None) != "input_ids":
-        return None
-    tokens = (torch.arange(2 * _LENGTH).view(2, _LENGTH) * 7 + 3) % words
-    example: dict[str, Any] = {"input_ids": tokens}
-    if getattr(config, "is_encoder_decoder", False):
-        example["decoder_input_ids"] = tokens
-    return example
+class Trial(NamedTuple):
+    """One forward. `draws`: numbers of torch's generator, which it was given anew."""
+
+    inputs: Example
+    outputs: list[torch.Tensor]
+    draws: bool
 
 
-def outputs_of(model: nn.Module, example: dict[str, Any]) -> list[torch.Tensor]:
-    """The floating tensors that the model returns, in evaluation mode and in fp32."""
+def try_whole(model: nn.Module, example: Example | None, team: Team) -> Trial | None:
+    """Runs the model with the caller's example, or with the first one of `examples_of` that it takes; None: with none.
+
+    All ranks take the first rank's choice. Errors: the model's own.
+    """
+    if example is not None:
+        return _trial(model, example)
+    chosen, found = -1, None
+    for number, inputs in enumerate(examples_of(model)):
+        try:
+            chosen, found = number, _trial(model, inputs)
+        except Exception:  # the inputs are a guess, and the model raises what it likes
+            continue
+        break
+    agreed = torch.tensor([chosen if found else -1])
+    team.core.broadcast(agreed, "start")
+    first = int(agreed)
+    if found is not None and first == chosen:
+        return found
+    return _trial(model, list(examples_of(model))[first]) if first >= 0 else None
+
+
+def _trial(model: nn.Module, inputs: Example) -> Trial:
+    before = torch.get_rng_state()
+    outputs = outputs_of(model, inputs)
+    if torch.equal(before, torch.get_rng_state()):
+        return Trial(inputs, outputs, False)
+    torch.set_rng_state(before)
+    return Trial(inputs, outputs_of(model, inputs, draws=True), True)
+
+
+def outputs_of(model: nn.Module, inputs: Example, draws: bool = False) -> list[torch.Tensor]:
+    """The floating tensors that the model returns, in evaluation mode, in fp32. draws: the same numbers each time."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with torch.no_grad():
-            result = model(**example)
+        with torch.no_grad(), torch.random.fork_rng(devices=(), enabled=draws):
+            if draws:
+                torch.default_generator.manual_seed(0)
+            result = model(**inputs)
     finally:
         for module, training in modes:
             module.training = training
@@ -47,10 +76,11 @@ def outputs_of(model: nn.Module, example: dict[str, Any]) -> list[torch.Tensor]:
     return [value.float() for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()]
 
 
-def compare(whole: list[torch.Tensor], cut: list[torch.Tensor], dtype: torch.dtype) -> None:
-    """Errors: ConfigError if the model that is cut computes something else than the whole one did."""
+def compare(model: nn.Module, whole: Trial) -> None:
+    """Errors: ConfigError if the model, cut now, cannot run or computes something else than the whole one did."""
+    cut, dtype = _outputs_of_cut(model, whole), next(model.parameters()).dtype
     share = 64 * torch.finfo(dtype).eps  # of the largest output: sums are taken in parts, each rounded, in every layer
-    for number, (before, after) in enumerate(zip(whole, cut, strict=True)):
+    for number, (before, after) in enumerate(zip(whole.outputs, cut, strict=True)):
         largest = before.abs().max().item() if before.numel() else 0.0
         differs = before.shape != after.shape
         most = float("inf") if differs else (before - after).abs().max().item() if before.numel() else 0.0
@@ -62,10 +92,9 @@ def compare(whole: list[torch.Tensor], cut: list[torch.Tensor], dtype: torch.dty
             )
 
 
-def outputs_of_cut(model: nn.Module, example: dict[str, Any]) -> list[torch.Tensor]:
-    """The same of a model whose layers are cut. Errors: ConfigError if it cannot run, as the whole one could."""
+def _outputs_of_cut(model: nn.Module, whole: Trial) -> list[torch.Tensor]:
     try:
-        return outputs_of(model, example)
+        return outputs_of(model, whole.inputs, whole.draws)
     except Exception as error:  # the model may raise what it likes
         if isinstance(error, CommError):
             raise

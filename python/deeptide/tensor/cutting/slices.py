@@ -13,6 +13,9 @@ from torch.nn import functional as F
 from deeptide import _C
 from deeptide.tensor.team import Team
 
+_PART = 1 << 20  # elements of a weight that are whole at a time
+_MULTIPLE = 16  # rows: whatever a row's length is, torch draws as many numbers at a time
+
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
@@ -37,6 +40,26 @@ class Slice:
                 mine = F.pad(mine, after)
             parts.append(mine)
         return parts[0].clone(memory_format=torch.contiguous_format) if len(parts) == 1 else torch.cat(parts, self.dim)
+
+    def local_shape(self, whole: torch.Size, team: Team) -> list[int]:
+        """The shape of each rank's slice."""
+        shape = list(whole)
+        shape[self.dim] = sum(-(-block // team.size) for block in self.blocks)
+        return shape
+
+    def cut_rows(self, rows: torch.Tensor, begin: int, into: torch.Tensor, team: Team) -> None:
+        """Writes what is this rank's of some rows of the whole, from row `begin` on, to its slice."""
+        if self.dim % rows.dim() > 0:
+            into.narrow(0, begin, len(rows)).copy_(self.cut(rows, team))
+            return
+        block_begin = to = 0
+        for block in self.blocks:
+            part = -(-block // team.size)
+            mine = block_begin + min(block, team.index * part)
+            first, last = max(mine, begin), min(mine + part, block_begin + block, begin + len(rows))
+            if first < last:
+                into.narrow(0, to + first - mine, last - first).copy_(rows.narrow(0, first - begin, last - first))
+            block_begin, to = block_begin + block, to + part
 
     def join(self, slices: torch.Tensor) -> torch.Tensor:
         """The whole. Shapes: slices (ranks, *local)."""
@@ -88,7 +111,7 @@ def adding_names(module: torch.nn.Module) -> Iterator[str]:
 def cut_parameter(module: torch.nn.Module, name: str, slice_: Slice, team: Team) -> None:
     """Leaves this rank's slice in a parameter, which stays the same object. Tied ones are cut once.
 
-    One that was built under zero.Init gets values here, the first rank's, so one is whole at a time.
+    One that was built under zero.Init gets values here, the first rank's, some rows at a time.
     """
     parameter = getattr(module, name)
     if parameter is None:
@@ -98,8 +121,40 @@ def cut_parameter(module: torch.nn.Module, name: str, slice_: Slice, team: Team)
         return  # under another name already
     with torch.no_grad():
         if _C.is_deferred(parameter):
-            _C.materialize(parameter)
-            team.core.broadcast(parameter.data, "start")
+            _make_slice(parameter, slice_, team)
+        else:
+            parameter.data = slice_.cut(parameter.data, team)
+
+
+def _make_slice(parameter: torch.Tensor, slice_: Slice, team: Team) -> None:
+    """Gives a parameter that is deferred this rank's slice of the first rank's values, which pass by in rows."""
+    row = parameter[0].numel()
+    count = row * _MULTIPLE * max(1, _PART // (row * _MULTIPLE))
+    mine = torch.zeros(slice_.local_shape(parameter.shape, team), dtype=parameter.dtype)
+
+    def take(begin: int, values: torch.Tensor) -> None:
+        team.core.broadcast(values, "start")
+        slice_.cut_rows(values.view(-1, *parameter.shape[1:]), begin // row, mine, team)
+
+    passes = torch.zeros(1)
+    if team.index == 0:
+
+        def begin_and_take(begin: int, values: torch.Tensor) -> None:
+            if begin == 0:
+                team.core.broadcast(passes.fill_(1), "start")
+            take(begin, values)
+
+        if not _C.for_each_part(parameter, count, begin_and_take):
+            team.core.broadcast(passes, "start")
+    else:
+        team.core.broadcast(passes, "start")
+        for begin in range(0, parameter.numel() if passes.item() else 0, count):
+            take(begin, torch.empty(min(count, parameter.numel() - begin), dtype=parameter.dtype))
+    if passes.item():
+        _C.replace_values(parameter, mine)
+    else:
+        _C.materialize(parameter)
+        team.core.broadcast(parameter.data, "start")
         parameter.data = slice_.cut(parameter.data, team)
 
 

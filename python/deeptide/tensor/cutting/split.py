@@ -49,7 +49,8 @@ def split_model(
     What is cut: the model's own plan (Transformers' _tp_plan), else attention and MLP by names; layer_specs, as
     DeepSpeed's tensor_parallel.partition_config has them, change it, or are all there is with use_rule=False. The first
     rank's values count. check: compares a small forward with the whole model's: of `example`, keyword arguments, or of
-    a few words for Transformers' models. Errors: ConfigError, before anything is changed but where the check fails.
+    a few words, a picture or a sound for Transformers' models. Errors: ConfigError, before anything is changed but
+    where the check fails.
     """
     if team_of(model) is not None:
         raise ConfigError("split_model: layers of the model are cut already")
@@ -58,13 +59,12 @@ def split_model(
         plan = _without_odd_experts(model, plan, team)
     check_plan(model, plan, team.size)
     deferred = _share_values(model, team)
-    inputs = (example or checks.example_of(model)) if check and not deferred else None
-    whole = checks.outputs_of(model, inputs) if inputs is not None else None
+    whole = checks.try_whole(model, example, team) if check and not deferred else None
     _apply(model, plan, team)
     if not is_own:
         adapt_sizes(model, plan, team.size)
-    if whole is not None and inputs is not None:
-        checks.compare(whole, checks.outputs_of_cut(model, inputs), next(model.parameters()).dtype)
+    if whole is not None:
+        checks.compare(model, whole)
     elif check and not deferred and team.index == team.data_rank == 0:
         checks.tell_unchecked(model)
     return model
