@@ -252,10 +252,18 @@ def as_latent(module: nn.Module, team: Team, parts: tuple[int, ...] | None) -> N
     become(module, LatentProjection)
 
 
-def as_heads(module: nn.Embedding, team: Team) -> None:
-    """Leaves this rank's heads in a table, whole and equal on all ranks, of a number for each, as T5 adds to scores."""
+def heads_table(path: str, module: nn.Module) -> str | None:
+    """The parameter (positions, heads) that a module adds to scores, as T5 and Swin do of relative positions."""
+    if isinstance(module, nn.Embedding) and path.rpartition(".")[2] == "relative_attention_bias":
+        return "weight"
+    table = module._parameters.get("relative_position_bias_table")
+    return "relative_position_bias_table" if table is not None and table.dim() == 2 else None
+
+
+def as_heads(module: nn.Module, name: str, team: Team) -> None:
+    """Leaves this rank's heads in a table, whole and equal on all ranks, of a number for each."""
     module.tensor_team = team  # type: ignore[assignment]
-    cut_parameter(module, "weight", Slice(1, (module.embedding_dim,)), team)
+    cut_parameter(module, name, Slice(1, (module._parameters[name].shape[1],)), team)  # type: ignore[union-attr]
 
 
 def as_vocabulary(module: nn.Embedding, team: Team) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from deeptide._C import ConfigError
 from deeptide.tensor.cutting.plans import COLUMN, HEADS, ROW, VOCABULARY, Cut, Plan
-from deeptide.tensor.layers import features_of, is_linear
+from deeptide.tensor.layers import features_of, heads_table, is_linear
 
 # The last one or two words of a layer's path. Transformers' models and those of many tutorials use these.
 _COLUMNS = {
@@ -43,11 +43,6 @@ def _kind(path: str, module: nn.Module) -> tuple[str, bool] | None:
     return None
 
 
-def _is_of_heads(path: str, module: nn.Module) -> bool:
-    """Whether it is a table with a number for each head, as T5 has one of relative positions."""
-    return isinstance(module, nn.Embedding) and path.rpartition(".")[2] == "relative_attention_bias"
-
-
 def _block_of(path: str) -> str:
     """The innermost numbered part of a model: "h.3" of "h.3.attn.c_attn"."""
     words = path.split(".")
@@ -68,7 +63,10 @@ def _blocks(path: str, module: nn.Module) -> tuple[int, ...] | None:
 def rule_plan(model: nn.Module) -> Plan:
     """Cuts attention and MLP of each block, the embedding of words and the head. Errors: ConfigError if none is."""
     plan: Plan = {}
+    functions = [path for path, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)]
     for path, module in model.named_modules():
+        if path.rpartition(".")[0] in functions:  # which calls no layer, but reads the weights
+            continue
         kind = _kind(path, module) if is_linear(module) else None
         if kind is not None:
             plan[path] = Cut(kind[0], blocks=_blocks(path, module) if kind[1] else None)
@@ -80,7 +78,7 @@ def rule_plan(model: nn.Module) -> Plan:
             "of its layers has a known name such as q_proj or fc1. Name its layers in "
             "tensor_parallel.partition_config.layer_specs"
         )
-    plan.update({path: Cut(HEADS) for path, module in model.named_modules() if _is_of_heads(path, module)})
+    plan.update({path: Cut(HEADS) for path, module in model.named_modules() if heads_table(path, module)})
     plan.update(_words(model))
     return plan
 

@@ -29,7 +29,16 @@ from deeptide.tensor.cutting.plans import (
 from deeptide.tensor.cutting.rule import adapt_sizes, rule_plan
 from deeptide.tensor.cutting.slices import as_adding
 from deeptide.tensor.experts import as_sliced_experts, divides
-from deeptide.tensor.layers import as_column, as_heads, as_latent, as_row, as_vocabulary, features_of, is_linear
+from deeptide.tensor.layers import (
+    as_column,
+    as_heads,
+    as_latent,
+    as_row,
+    as_vocabulary,
+    features_of,
+    heads_table,
+    is_linear,
+)
 from deeptide.tensor.losses import CausalLoss
 from deeptide.tensor.team import Team, team_of
 
@@ -143,9 +152,10 @@ def check_plan(model: nn.Module, plan: Plan, size: int) -> None:
     modules = dict(model.named_modules())
     for path, cut in plan.items():
         module = modules[path]
-        if isinstance(module, nn.Embedding) and cut.kind == HEADS and module.embedding_dim % size:
+        table = heads_table(path, module) if cut.kind == HEADS else None
+        if table is not None and (heads := module.get_parameter(table).shape[1]) % size:
             raise ConfigError(
-                f"'{path}' has a number for each of {module.embedding_dim} heads, which do not divide among {size} "
+                f"'{path}' has a number for each of {heads} heads, which do not divide among {size} "
                 "ranks; take parallel.tensor that divides them"
             )
         if cut.kind in (COLUMN, ROW) and not is_linear(module):
@@ -174,8 +184,9 @@ def _apply(model: nn.Module, plan: Plan, team: Team) -> None:
         elif cut.kind == LATENT:
             as_latent(module, team, cut.blocks)
         elif cut.kind == HEADS:
-            assert isinstance(module, nn.Embedding)
-            as_heads(module, team)
+            table = heads_table(path, module)
+            assert table is not None
+            as_heads(module, table, team)
         elif cut.kind == VOCABULARY:
             assert isinstance(module, nn.Embedding)
             as_vocabulary(module, team)
