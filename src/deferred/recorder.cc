@@ -90,9 +90,19 @@ bool run_below(const Call& call, c10::DispatchKeySet below) {
   return true;
 }
 
+/// Tensors like the deferred ones, of which nothing is written: the system gives them no pages.
+std::vector<Tensor> shapes_of(const std::vector<Tensor>& deferred) {
+  const c10::impl::ExcludeDispatchKeyGuard exclude(kKey);
+  std::vector<Tensor> shapes;
+  for (const Tensor& tensor : deferred)
+    shapes.push_back(at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options()));
+  return shapes;
+}
+
 /// Computes at once, with the values of what is deferred.
 bool run_now(Call& call, c10::DispatchKeySet below) {
-  if (!call.deferred.empty()) replace(call, values_of(call.deferred));
+  if (!call.deferred.empty())
+    replace(call, call.traits.reads_shape ? shapes_of(call.deferred) : values_of(call.deferred));
   return run_below(call, below);
 }
 

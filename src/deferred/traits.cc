@@ -62,6 +62,7 @@ Traits read_traits(const c10::OperatorHandle& op) {
                       type.castRaw<c10::ListType>()->getElementType()->kind() == c10::TypeKind::TensorType;
     traits.makes_tensors = traits.makes_tensors && (type.kind() == c10::TypeKind::TensorType || list);
   }
+  traits.reads_shape = schema.name().ends_with("_like") || schema.name().starts_with("aten::new_");
   traits.copies = is_one_of(schema.name(), {"aten::clone", "aten::_to_copy"});
   return traits;
 }

@@ -21,6 +21,7 @@ struct Traits {
   bool random = false;         // draws from a generator
   bool overwrites = false;     // writes all of argument 0 without reading it
   bool makes_tensors = false;  // returns new tensors and nothing else
+  bool reads_shape = false;    // of its tensors, and not their values: zeros_like, new_empty
   bool copies = false;         // its result is its argument in other memory, type or order
   int device = -1;             // these arguments' places
   int dtype = -1;

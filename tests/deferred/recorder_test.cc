@@ -14,6 +14,7 @@
 #include <ATen/ops/rand.h>
 #include <ATen/ops/randn.h>
 #include <ATen/ops/split_with_sizes_copy.h>
+#include <ATen/ops/zeros_like.h>
 #include <gtest/gtest.h>
 
 #include <functional>
@@ -155,6 +156,20 @@ TEST(Recorder, RefusesValuesOfATensorThatChangedSince) {
   EXPECT_EQ(values_of({x}).front().sum().item<double>(), 256.0 * 256.0);
   source.add_(1.0);
   EXPECT_THROW(values_of({x}), c10::ValueError);
+}
+
+TEST(Recorder, MakesNoValuesForTheirShape) {
+  const at::NoGradGuard no_grad;
+  const Tensor source = at::ones({1 << 15});
+  Tensor deferred;
+  {
+    const Scope scope;
+    deferred = at::empty({1 << 15}).copy_(source);
+  }
+  source.add_(1);  // so values cannot be made any more
+  EXPECT_EQ(at::zeros_like(deferred).sum().item<float>(), 0.0f);
+  EXPECT_EQ(deferred.new_ones({3}).sum().item<float>(), 3.0f);
+  EXPECT_THROW(deferred.sum(), c10::ValueError);
 }
 
 TEST(Recorder, RefusesToLoseAGradient) {
