@@ -3,7 +3,7 @@
 # Unity builds: several sources per compiler run, because parsing torch's headers costs more than compiling our code.
 # -DDEEPTIDE_UNITY=OFF compiles each source alone, which is quicker while one file is edited repeatedly.
 option(DEEPTIDE_UNITY "Compile several sources at once: a full build is quicker, a rebuild after one edit slower" ON)
-set(DEEPTIDE_UNITY_BATCH 8 CACHE STRING "The number of sources per compiler run")
+set(DEEPTIDE_UNITY_BATCH 16 CACHE STRING "The number of sources per compiler run")
 mark_as_advanced(DEEPTIDE_UNITY_BATCH)
 
 # Sources whose anonymous namespaces clash with those of their neighbours. Rename what clashes rather than add a line.

@@ -112,7 +112,7 @@ std::string text_of(const RankState& state, const CollectiveState* held_up, cons
   return process_text(state, verbs) + place_of(state, verbs) + ", waiting for no collective";
 }
 
-struct Group {
+struct RankGroup {
   const CollectiveState* held_up = nullptr;
   std::vector<const RankState*> members;
 
@@ -124,9 +124,9 @@ struct Group {
   }
 };
 
-std::vector<Group> grouped(const std::vector<RankState>& states) {
+std::vector<RankGroup> grouped(const std::vector<RankState>& states) {
   const std::vector<const CollectiveState*> held_up = judge(states);
-  std::vector<Group> groups;
+  std::vector<RankGroup> groups;
   std::map<std::string, size_t> by_text;
   for (size_t i = 0; i < states.size(); ++i) {
     const auto [found, is_new] = by_text.try_emplace(text_of(states[i], held_up[i], kOne), groups.size());
@@ -134,12 +134,12 @@ std::vector<Group> grouped(const std::vector<RankState>& states) {
     groups[found->second].members.push_back(&states[i]);
   }
   std::stable_sort(groups.begin(), groups.end(),
-                   [](const Group& a, const Group& b) { return a.place_in_report() < b.place_in_report(); });
+                   [](const RankGroup& a, const RankGroup& b) { return a.place_in_report() < b.place_in_report(); });
   return groups;
 }
 
 /// Returns " on worker-2, worker-3"; empty for this machine.
-std::string hosts_text(const Group& group) {
+std::string hosts_text(const RankGroup& group) {
   std::vector<std::string> hosts;
   for (const RankState* state : group.members) {
     if (!state->host.empty() && (hosts.empty() || hosts.back() != state->host)) hosts.push_back(state->host);
@@ -152,7 +152,7 @@ std::string hosts_text(const Group& group) {
 }
 
 /// Returns the longest wait in the group or, if no rank waits, the longest silence.
-std::string since_text(const Group& group) {
+std::string since_text(const RankGroup& group) {
   double waited = 0.0, silent = 0.0;
   for (const RankState* state : group.members) {
     if (state->waiting) waited = std::max(waited, state->waiting->waited_s);
@@ -167,7 +167,7 @@ std::string since_text(const Group& group) {
   return text;
 }
 
-std::string line_of(const Group& group) {
+std::string line_of(const RankGroup& group) {
   std::vector<int> ranks;
   for (const RankState* state : group.members) ranks.push_back(state->rank);
   const Verbs& verbs = ranks.size() == 1 ? kOne : kMany;
@@ -209,7 +209,7 @@ double longest_wait(const std::vector<RankState>& states) {
 std::vector<int> ranks_to_show(const std::vector<RankState>& states) {
   std::vector<int> ranks;
   size_t late = 0, waiting = 0;
-  for (const Group& group : grouped(states)) {
+  for (const RankGroup& group : grouped(states)) {
     for (const RankState* state : group.members) {
       if (has_ended(*state)) continue;
       const bool shown =
@@ -221,7 +221,7 @@ std::vector<int> ranks_to_show(const std::vector<RankState>& states) {
 }
 
 std::string hang_report(const std::vector<RankState>& states, bool complete) {
-  const std::vector<Group> groups = grouped(states);
+  const std::vector<RankGroup> groups = grouped(states);
   std::string report;
   for (size_t i = 0; i < groups.size() && i < kMaxLines; ++i) {
     report += line_of(groups[i]);
