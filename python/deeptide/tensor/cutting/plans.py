@@ -58,9 +58,17 @@ def _expand(model: nn.Module, patterns: Mapping[str, str]) -> Iterable[tuple[str
                 yield name, style
 
 
+def model_within(model: Any) -> tuple[str, Any]:
+    """(path, the model that the adapters of a PeftModel were put into); any other model is that itself."""
+    within = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return next((path for path, module in model.named_modules() if module is within), ""), within
+
+
 def _own_styles(model: nn.Module) -> list[tuple[str, str]]:
-    patterns = getattr(model, "_tp_plan", None)
-    return list(_expand(model, patterns)) if isinstance(patterns, Mapping) else []
+    prefix, within = model_within(model)
+    patterns = getattr(within, "_tp_plan", None)
+    found = _expand(within, patterns) if isinstance(patterns, Mapping) else ()
+    return [(f"{prefix}.{path}" if prefix else path, style) for path, style in found]
 
 
 def experts_of(model: nn.Module) -> list[str]:

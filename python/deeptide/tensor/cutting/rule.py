@@ -9,6 +9,7 @@ from contextlib import suppress
 from torch import nn
 
 from deeptide._C import ConfigError
+from deeptide.tensor.cutting.adapters import is_adapters, layer_named
 from deeptide.tensor.cutting.plans import COLUMN, HEADS, ROW, VOCABULARY, Cut, Plan
 from deeptide.tensor.layers import features_of, heads_table, is_linear
 
@@ -32,7 +33,7 @@ _SIZES = (
 
 def _kind(path: str, module: nn.Module) -> tuple[str, bool] | None:
     """(kind, whether it is fused)."""
-    words = path.split(".")
+    words = layer_named(path).split(".")
     for name in (".".join(words[-2:]), words[-1]):
         if name in _ROWS:
             return ROW, False
@@ -125,7 +126,8 @@ def _words(model: nn.Module) -> Plan:
 
 def adapt_sizes(model: nn.Module, plan: Plan, size: int) -> None:
     """Divides what attention modules say of their heads: forward finds this rank's. Errors: ConfigError by name."""
-    owners = {path.rpartition(".")[0] for path, cut in plan.items() if cut.kind == COLUMN and not cut.meets_whole}
+    columns = [layer_named(path) for path, cut in plan.items() if cut.kind == COLUMN and not cut.meets_whole]
+    owners = {path.rpartition(".")[0] for path in columns if not is_adapters(path)}
     modules = dict(model.named_modules())
     for path in sorted(owners):
         sizes = modules[path].__dict__

@@ -13,6 +13,7 @@ from deeptide import _C
 from deeptide._C import ConfigError
 from deeptide._process.log import say
 from deeptide.tensor.cutting import check as checks
+from deeptide.tensor.cutting.adapters import with_adapters
 from deeptide.tensor.cutting.plans import (
     ADDING,
     COLUMN,
@@ -23,6 +24,7 @@ from deeptide.tensor.cutting.plans import (
     VOCABULARY,
     Plan,
     experts_of,
+    model_within,
     own_plan,
     plan_of_specs,
 )
@@ -104,7 +106,7 @@ def plan_for(model: nn.Module, layer_specs: Sequence[Any] = (), use_rule: bool =
     """(what is cut, whether it is the model's own plan). Errors: ConfigError if there is none."""
     own = own_plan(model) if use_rule else {}
     begin = own or (rule_plan(model) if use_rule and not layer_specs else {})
-    plan = plan_of_specs(model, layer_specs, begin)
+    plan = with_adapters(model, plan_of_specs(model, layer_specs, begin))
     if not plan:
         raise ConfigError("tensor_parallel.partition_config names no layer to cut; add layer_specs")
     return _with_ties(model, plan), bool(own)
@@ -199,6 +201,7 @@ def _compute_loss_in_parts(model: Any, plan: Plan, team: Team) -> None:
     """A causal model of Transformers computes its loss from its head's own logits, where they are gathered."""
     head: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     cuts = [plan[path] for path, module in model.named_modules() if module is head and path in plan]
+    _, model = model_within(model)
     gathers = any(cut.kind == COLUMN and cut.meets_whole and not cut.blocks for cut in cuts)
     if gathers and CausalLoss.stands_in_for(getattr(model, "loss_function", None)):
         head.tensor_is_head = True
