@@ -68,18 +68,22 @@ bool is_deepspeed_folder(const std::string& path) {
 }
 
 DeepspeedFolder list_deepspeed_folder(const std::string& path) {
+  const bool is_universal = is_folder(path + "/zero");
   FilesByRank models, optimizers;
   for (const std::string& name : list_folder(path)) {
     const bool model = ends_as(name, kModelEnd);
     if (!model && !ends_as(name, kOptimizerEnd)) continue;
     check_kind(path, name);
     const int64_t rank = std::max<int64_t>(number_after(name, kDataRank), 0);
-    if (!(model ? models : optimizers).emplace(rank, name).second) {
+    const auto [known, fresh] = (model ? models : optimizers).emplace(rank, name);
+    if (!fresh && is_universal && model) {
+      known->second = std::min(known->second, name);  // the same one, under the names of two stages
+    } else if (!fresh) {
       throw CheckpointError("DeepSpeed's checkpoint " + path + " has two files of data-parallel rank " +
                             std::to_string(rank) + ", " + name + " is one; two saves are mixed, use another one");
     }
   }
-  DeepspeedFolder folder{path, in_order(path, models), in_order(path, optimizers), is_folder(path + "/zero")};
+  DeepspeedFolder folder{path, in_order(path, models), in_order(path, optimizers), is_universal};
   if (folder.models.empty()) {
     throw CheckpointError("DeepSpeed's checkpoint " + path + " has no *_model_states.pt; copy all its files into it");
   }

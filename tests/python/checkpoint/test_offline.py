@@ -204,6 +204,25 @@ def test_universal_layout_has_deepspeeds_files(saved, tmp_path):
     assert counters["global_steps"] == 2 and torch.equal(counters["module"]["seen"], state["seen", "buffer"])
 
 
+def load_universal(world, folder, stage):
+    """Everything by name and role, of an engine that has trained nothing."""
+    config = models.config(stage, optimizer=OPTIMIZER, checkpoint={"load_universal": True})
+    engine = deeptide.initialize(model=models.make_model(kind=WithBuffer, seed=9), config=config, world=world)[0]
+    path, _ = engine.load_checkpoint(folder)
+    assert path is not None and engine.global_steps == 2
+    names = [name for name, p in engine.module.named_parameters() if p.requires_grad]
+    return {(name, role): engine._core.full_state(name, role) for name in names for role in ROLES}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_is_exported_to_the_universal_layout_is_read_here(saved, tmp_path, stage):
+    folder, state = saved
+    checkpoint.export(folder, tmp_path / "out", "universal")
+    loaded = run_ranks(2, load_universal, str(tmp_path / "out"), stage)[0]
+    assert_equal(loaded, {key: value for key, value in state.items() if key in loaded})
+    assert len(loaded) == sum(role in ROLES for _, role in state)
+
+
 def test_command_shows_what_there_is(saved, tmp_path):
     folder, state = saved
     listed = json.loads(command("ls", folder, "--json"))
