@@ -63,6 +63,11 @@ FAMILIES = {
     "vit": lambda: transformers.ViTForImageClassification(
         transformers.ViTConfig(image_size=8, patch_size=4, num_labels=3, **_SIZES)
     ),
+    "rwkv": lambda: transformers.RwkvForCausalLM(  # blocks write into tensors that they make
+        transformers.RwkvConfig(
+            hidden_size=16, num_hidden_layers=4, intermediate_size=20, vocab_size=VOCABULARY, use_cache=True
+        )
+    ),
     "plain": lambda: Plain(),
     "sequential": lambda: Chain(*[part for i in range(5) for part in (nn.Linear(6 + i, 7 + i), nn.Tanh())]),
 }

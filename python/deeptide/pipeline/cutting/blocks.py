@@ -105,10 +105,10 @@ def _long_enough(model: torch.nn.Module, num_parts: int) -> list[Blocks]:
 def _decoder_of(encoder: Blocks, alike: list[Blocks]) -> Blocks | None:
     """The decoder beside an encoder, by the names on their paths."""
     path = encoder.path.split(".")
-    if "encoder" not in path:
+    at = next((at for at, name in enumerate(path) if "encoder" in name.split("_")), None)
+    if at is None:
         return None
-    at = path.index("encoder")
-    sought = ".".join([*path[:at], "decoder", *path[at + 1 :]])
+    sought = ".".join([*path[:at], path[at].replace("encoder", "decoder"), *path[at + 1 :]])
     return next((blocks for blocks in alike if blocks.path == sought), None)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 _new = torch.ops.aten
@@ -18,6 +19,18 @@ _FROM_SHAPES = {
     _new.zeros_like.default: torch.zeros,
     _new.new_ones.default: torch.ones,
     _new.new_zeros.default: torch.zeros,
+}
+# Operators that make tensors for others to write into, such as states of convolutions that a cache keeps.
+_MAKERS = {
+    *_FROM_SHAPES,
+    _new.empty.memory_format,
+    _new.empty_like.default,
+    _new.full.default,
+    _new.full_like.default,
+    _new.new_empty.default,
+    _new.new_full.default,
+    _new.ones.default,
+    _new.zeros.default,
 }
 _GROUPED = _new._grouped_mm.default  # of experts: rows (N, in), (experts, in, out) -> (N, out)
 
@@ -79,6 +92,18 @@ class Elsewhere(torch.Tensor):
             return _FROM_SHAPES[func](shapes.shape, dtype=shapes.dtype, device=first.device)
         device = next((tensor.device for tensor in given), first.device)
         return tree_map_only(torch.Tensor, lambda out: Elsewhere(out, first.origin, device), shapes)
+
+
+class MadeElsewhere(TorchDispatchMode):
+    """While a block of another stage is computed on shapes: tensors that it makes to write into are of that stage."""
+
+    def __init__(self, origin: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
+        self._origin = origin
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return Elsewhere(made, self._origin) if func in _MAKERS and not isinstance(made, Elsewhere) else made
 
 
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:

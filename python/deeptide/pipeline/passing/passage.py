@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from deeptide._model.recomputation import in_backward
 from deeptide.pipeline.cutting.digest import digest
 from deeptide.pipeline.errors import PipelineError
-from deeptide.pipeline.passing.elsewhere import Elsewhere, ElsewhereError, elsewhere_in, with_received
+from deeptide.pipeline.passing.elsewhere import Elsewhere, ElsewhereError, MadeElsewhere, elsewhere_in, with_received
 from deeptide.pipeline.passing.hidden import Hidden
 from deeptide.pipeline.passing.letters import tensors_in
 
@@ -263,7 +263,7 @@ class Passage:
         handed = tree_map_only(torch.Tensor, lambda t: t if isinstance(t, Elsewhere) else Elsewhere(t, origin), handed)
         args, kwargs = block.put_in(handed, args, kwargs)
         hidden = self._hidden.get(block.number)
-        with torch.no_grad(), nullcontext() if hidden is None else hidden():
+        with torch.no_grad(), nullcontext() if hidden is None else hidden(), MadeElsewhere(origin):
             output = block.outputs[key] = call(*args, **kwargs)
         return tree_map_only(Elsewhere, Elsewhere.again, output)
 
