@@ -63,10 +63,9 @@ REFUSED = {
         TrOCRForCausalLM XLNetLMHeadModel
     """,
     "pipeline": """
-        AlbertForMaskedLM BigBirdPegasusForCausalLM BigBirdPegasusForConditionalGeneration CpmAntForCausalLM
-        GlmMoeDsaForCausalLM HYV4ForCausalLM HrmTextForCausalLM IBertForMaskedLM Inkling2ForCausalLM
-        JetMoeForCausalLM MPNetForMaskedLM ProphetNetForCausalLM RoFormerForCausalLM RoFormerForMaskedLM
-        SqueezeBertForMaskedLM
+        AlbertForMaskedLM BigBirdPegasusForConditionalGeneration CpmAntForCausalLM GlmMoeDsaForCausalLM
+        HYV4ForCausalLM HrmTextForCausalLM IBertForMaskedLM Inkling2ForCausalLM JetMoeForCausalLM
+        MPNetForMaskedLM RoFormerForCausalLM RoFormerForMaskedLM SqueezeBertForMaskedLM
     """,
 }
 
