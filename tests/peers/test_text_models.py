@@ -63,9 +63,8 @@ REFUSED = {
         TrOCRForCausalLM XLNetLMHeadModel
     """,
     "pipeline": """
-        AlbertForMaskedLM BigBirdPegasusForConditionalGeneration CpmAntForCausalLM GlmMoeDsaForCausalLM
-        HYV4ForCausalLM HrmTextForCausalLM IBertForMaskedLM Inkling2ForCausalLM JetMoeForCausalLM
-        MPNetForMaskedLM RoFormerForCausalLM RoFormerForMaskedLM SqueezeBertForMaskedLM
+        AlbertForMaskedLM BigBirdPegasusForConditionalGeneration HrmTextForCausalLM IBertForMaskedLM
+        Inkling2ForCausalLM JetMoeForCausalLM SqueezeBertForMaskedLM
     """,
 }
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 _new = torch.ops.aten
 
 # Operators whose results have the argument's shape and not its values: every stage has those. With their functions.
-_FROM_SHAPES = {
+FROM_SHAPES = {
     _new.ones_like.default: torch.ones,
     _new.zeros_like.default: torch.zeros,
     _new.new_ones.default: torch.ones,
@@ -22,7 +22,7 @@ _FROM_SHAPES = {
 }
 # Operators that make tensors for others to write into, such as states of convolutions that a cache keeps.
 _MAKERS = {
-    *_FROM_SHAPES,
+    *FROM_SHAPES,
     _new.empty.memory_format,
     _new.empty_like.default,
     _new.full.default,
@@ -78,18 +78,18 @@ class Elsewhere(torch.Tensor):
         kwargs = kwargs or {}
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Elsewhere)]
         first = given[0]
-        written = _written(func, args, kwargs)
-        for tensor in written:
+        targets = written(func, args, kwargs)
+        for tensor in targets:
             if not isinstance(tensor, Elsewhere):
                 raise ElsewhereError(
                     f"{func} writes what comes from '{first.origin}', which another stage has, into a tensor that "
                     "every stage has"
                 )
-        if written and len(written) == len(func._schema.returns):
-            return written[0] if len(written) == 1 else tuple(written)
+        if targets and len(targets) == len(func._schema.returns):
+            return targets[0] if len(targets) == 1 else tuple(targets)
         shapes = _infer(func, args, kwargs, first.origin)
-        if func in _FROM_SHAPES:
-            return _FROM_SHAPES[func](shapes.shape, dtype=shapes.dtype, device=first.device)
+        if func in FROM_SHAPES:
+            return FROM_SHAPES[func](shapes.shape, dtype=shapes.dtype, device=first.device)
         device = next((tensor.device for tensor in given), first.device)
         return tree_map_only(torch.Tensor, lambda out: Elsewhere(out, first.origin, device), shapes)
 
@@ -103,10 +103,12 @@ class MadeElsewhere(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        return Elsewhere(made, self._origin) if func in _MAKERS and not isinstance(made, Elsewhere) else made
+        if func not in _MAKERS or isinstance(made, Elsewhere) or not made.is_floating_point():
+            return made  # every stage has what is computed from numbers of places
+        return Elsewhere(made, self._origin)
 
 
-def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
+def written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
     """The arguments that an operator writes."""
     if not func._schema.is_mutable:
         return []
