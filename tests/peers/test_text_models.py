@@ -22,6 +22,8 @@ WORDS, LENGTH, MICRO, STEPS = 64, 8, 2, 2
 LARGEST = 3_000_000  # parameters: some configurations have sizes under names that are not below
 SIZES = {
     **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions", "n_ctx"), WORDS),
+    **dict.fromkeys(("max_encoder_position_embeddings", "max_decoder_position_embeddings"), WORDS),
+    "attention_window": 8,
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "word_embed_proj_dim", "embedding_size"), 32),
     **dict.fromkeys(("intermediate_size", "n_inner", "d_ff", "hidden_dim", "ffn_dim"), 48),
     **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 48),
@@ -61,12 +63,8 @@ REFUSED = {
         TrOCRForCausalLM XLNetLMHeadModel
     """,
     "pipeline": """
-        AlbertForMaskedLM BigBirdPegasusForCausalLM BigBirdPegasusForConditionalGeneration CpmAntForCausalLM
-        FalconH1ForCausalLM GlmMoeDsaForCausalLM HYV4ForCausalLM HrmTextForCausalLM IBertForMaskedLM
-        Inkling2ForCausalLM JetMoeForCausalLM LEDForConditionalGeneration LongformerForMaskedLM
-        MPNetForMaskedLM NemotronHForCausalLM OlmoHybridForCausalLM ProphetNetForCausalLM RoFormerForCausalLM
-        RoFormerForMaskedLM RwkvForCausalLM SeamlessM4TForTextToText SeamlessM4Tv2ForTextToText
-        SolarOpenForCausalLM SqueezeBertForMaskedLM
+        AlbertForMaskedLM BigBirdPegasusForConditionalGeneration HrmTextForCausalLM IBertForMaskedLM
+        Inkling2ForCausalLM JetMoeForCausalLM SqueezeBertForMaskedLM
     """,
 }
 

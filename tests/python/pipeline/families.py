@@ -63,6 +63,22 @@ FAMILIES = {
     "vit": lambda: transformers.ViTForImageClassification(
         transformers.ViTConfig(image_size=8, patch_size=4, num_labels=3, **_SIZES)
     ),
+    "rwkv": lambda: transformers.RwkvForCausalLM(  # blocks write into tensors that they make
+        transformers.RwkvConfig(
+            hidden_size=16, num_hidden_layers=4, intermediate_size=20, vocab_size=VOCABULARY, use_cache=True
+        )
+    ),
+    "mpnet": lambda: transformers.MPNetForMaskedLM(  # a table that is registered late gives all blocks a bias
+        transformers.MPNetConfig(
+            hidden_dropout_prob=0, attention_probs_dropout_prob=0, **_SIZES, **_TOKENS | {"pad_token_id": 0}
+        )
+    ),
+    "roformer": lambda: transformers.RoFormerForMaskedLM(  # a frozen one
+        transformers.RoFormerConfig(
+            hidden_dropout_prob=0, attention_probs_dropout_prob=0, **_SIZES, **_TOKENS | {"pad_token_id": 0}
+        )
+    ),
+    "picks": lambda: Picks(),
     "plain": lambda: Plain(),
     "sequential": lambda: Chain(*[part for i in range(5) for part in (nn.Linear(6 + i, 7 + i), nn.Tanh())]),
 }
@@ -84,7 +100,8 @@ ENCODERS_AND_DECODERS = {
     "transformer": lambda: Translator(),
 }
 ROLES = ("master", "exp_avg", "exp_avg_sq")
-TIED = ("gpt2", "qwen3", "bert", "opt", "xlm-roberta")
+SPREAD = ("plain", "picks")  # values before the blocks go to all of them
+TIED = ("gpt2", "qwen3", "bert", "opt", "xlm-roberta", "mpnet", "roformer")
 
 
 class Translator(nn.Module):
@@ -133,6 +150,37 @@ class Plain(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+class Picks(nn.Module):
+    """Each block is given what went into the first, and the choice of the one before; a norm is registered late."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 12)
+        self.blocks = nn.ModuleList(PickingBlock() for _ in range(4))
+        self.norm = nn.LayerNorm(12)
+        self.head = nn.Linear(12, VOCABULARY)
+
+    def forward(self, input_ids, labels):
+        first = hidden = self.norm(self.embed(input_ids))
+        choice = None
+        for block in self.blocks:
+            hidden, choice = block(hidden, first, choice)
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+class PickingBlock(nn.Module):
+    """Takes some of its inputs' elements, chosen by the first block."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix, self.down = nn.Bilinear(12, 12, 12), nn.Linear(6, 12)
+
+    def forward(self, hidden, first, choice):
+        mixed = self.mix(hidden, first)
+        choice = mixed.topk(6).indices if choice is None else choice
+        return hidden + self.down(mixed.gather(-1, choice)), choice
+
+
 class PlainBlock(nn.Module):
     """Returns a pair, and keeps statistics of its stage alone."""
 
@@ -166,7 +214,7 @@ def batches(name, data_rank, data_size, steps, gas):
             yield {"pixel_values": pixels, "labels": tokens[:, 0] % 3}
         elif name == "sequential":
             yield pixels
-        elif name == "plain":
+        elif name in ("plain", "picks"):
             yield tokens, tokens.roll(1, 1)
         else:
             mask = torch.ones_like(tokens)

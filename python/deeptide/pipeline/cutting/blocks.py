@@ -11,13 +11,12 @@ from typing import NamedTuple
 import torch
 
 from deeptide._C import ConfigError
+from deeptide.pipeline.cutting.order import runs_before
 from deeptide.pipeline.partition import balanced
 
 _SHARE = 0.25  # of the trained elements: so much in two containers means two chains of blocks
 _LEAST = 0.05  # so much in each of an encoder and a decoder means that both are to be cut
-_EARLY = ("layernorm_embedding",)  # modules that run before the blocks and are registered after them
-_LATE = ("final_layer_norm", "project_out")  # the other way round: OPT's
-_HEADS = ("classifier", "score", "qa_outputs", "pooler")  # likewise, wherever they lie
+_HEADS = ("classifier", "score", "qa_outputs", "pooler")  # run after the blocks, wherever they lie
 _CURE = "write the model as a deeptide.pipeline.PipelineModule"
 
 
@@ -105,10 +104,10 @@ def _long_enough(model: torch.nn.Module, num_parts: int) -> list[Blocks]:
 def _decoder_of(encoder: Blocks, alike: list[Blocks]) -> Blocks | None:
     """The decoder beside an encoder, by the names on their paths."""
     path = encoder.path.split(".")
-    if "encoder" not in path:
+    at = next((at for at, name in enumerate(path) if "encoder" in name.split("_")), None)
+    if at is None:
         return None
-    at = path.index("encoder")
-    sought = ".".join([*path[:at], "decoder", *path[at + 1 :]])
+    sought = ".".join([*path[:at], path[at].replace("encoder", "decoder"), *path[at + 1 :]])
     return next((blocks for blocks in alike if blocks.path == sought), None)
 
 
@@ -190,9 +189,9 @@ class Places:
         self._heads: list[str] | None = None  # paths of the output embeddings
 
     def side(self, path: str, model: torch.nn.Module, part: Blocks) -> str:
-        """The place of a module: "before" or "after" the blocks, by order of registration, "block" or "around" them.
+        """The place of a module: "before" or "after" the blocks, as the code around both has it, "block" or "around".
 
-        A head that the model names is after them, though it be registered before.
+        A head that the model names is after them.
         """
         chain = part.path
         if path == chain or path == "" or chain.startswith(path + "."):
@@ -200,16 +199,14 @@ class Places:
         if part.holds(path):
             return "block"
         own, other = path.split("."), chain.split(".")
-        if own[-1] in (*_EARLY, *_LATE) and own[:-1] == other[:-1]:
-            return "before" if own[-1] in _EARLY else "after"
         common = next(i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b)
         branch = ".".join(own[: common + 1])
         if own[common] in _HEADS or any(
             head == branch or head.startswith(branch + ".") for head in self._heads_of(model)
         ):
             return "after"
-        siblings = [name for name, _ in model.get_submodule(".".join(own[:common])).named_children()]
-        return "before" if siblings.index(own[common]) < siblings.index(other[common]) else "after"
+        parent = model.get_submodule(".".join(own[:common]))
+        return "before" if runs_before(parent, own[common], other[common]) else "after"
 
     def _heads_of(self, model: torch.nn.Module) -> list[str]:
         if self._heads is None:

@@ -8,16 +8,29 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 _new = torch.ops.aten
 
 # Operators whose results have the argument's shape and not its values: every stage has those. With their functions.
-_FROM_SHAPES = {
+FROM_SHAPES = {
     _new.ones_like.default: torch.ones,
     _new.zeros_like.default: torch.zeros,
     _new.new_ones.default: torch.ones,
     _new.new_zeros.default: torch.zeros,
+}
+# Operators that make tensors for others to write into, such as states of convolutions that a cache keeps.
+_MAKERS = {
+    *FROM_SHAPES,
+    _new.empty.memory_format,
+    _new.empty_like.default,
+    _new.full.default,
+    _new.full_like.default,
+    _new.new_empty.default,
+    _new.new_full.default,
+    _new.ones.default,
+    _new.zeros.default,
 }
 _GROUPED = _new._grouped_mm.default  # of experts: rows (N, in), (experts, in, out) -> (N, out)
 
@@ -65,23 +78,37 @@ class Elsewhere(torch.Tensor):
         kwargs = kwargs or {}
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Elsewhere)]
         first = given[0]
-        written = _written(func, args, kwargs)
-        for tensor in written:
+        targets = written(func, args, kwargs)
+        for tensor in targets:
             if not isinstance(tensor, Elsewhere):
                 raise ElsewhereError(
                     f"{func} writes what comes from '{first.origin}', which another stage has, into a tensor that "
                     "every stage has"
                 )
-        if written and len(written) == len(func._schema.returns):
-            return written[0] if len(written) == 1 else tuple(written)
+        if targets and len(targets) == len(func._schema.returns):
+            return targets[0] if len(targets) == 1 else tuple(targets)
         shapes = _infer(func, args, kwargs, first.origin)
-        if func in _FROM_SHAPES:
-            return _FROM_SHAPES[func](shapes.shape, dtype=shapes.dtype, device=first.device)
+        if func in FROM_SHAPES:
+            return FROM_SHAPES[func](shapes.shape, dtype=shapes.dtype, device=first.device)
         device = next((tensor.device for tensor in given), first.device)
         return tree_map_only(torch.Tensor, lambda out: Elsewhere(out, first.origin, device), shapes)
 
 
-def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
+class MadeElsewhere(TorchDispatchMode):
+    """While a block of another stage is computed on shapes: tensors that it makes to write into are of that stage."""
+
+    def __init__(self, origin: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
+        self._origin = origin
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func not in _MAKERS or isinstance(made, Elsewhere) or not made.is_floating_point():
+            return made  # every stage has what is computed from numbers of places
+        return Elsewhere(made, self._origin)
+
+
+def written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
     """The arguments that an operator writes."""
     if not func._schema.is_mutable:
         return []

@@ -10,7 +10,7 @@ handed on; at the first block of the next stage it ends, with what that block wa
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -21,10 +21,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from deeptide._model.recomputation import in_backward
 from deeptide.pipeline.cutting.digest import digest
 from deeptide.pipeline.errors import PipelineError
-from deeptide.pipeline.passing.elsewhere import Elsewhere, ElsewhereError, elsewhere_in, with_received
+from deeptide.pipeline.passing.derived import Derived
+from deeptide.pipeline.passing.elsewhere import Elsewhere, ElsewhereError, MadeElsewhere, elsewhere_in, with_received
 from deeptide.pipeline.passing.hidden import Hidden
 from deeptide.pipeline.passing.letters import tensors_in
 
+_CARRIED = "tensors that a block is called with, by their places"  # what travels under this key
 _CURE = "such a model is no chain of blocks: write it as a deeptide.pipeline.PipelineModule"
 
 
@@ -77,8 +79,9 @@ class Passage:
     """The forwards of one stage. names, parts: of each block; part p belongs to stage p % num_stages.
 
     hidden: by number of a block that this stage has, what hides its values while another chunk passes over it.
-    carries: all that the next stage's first block is called with travels, since blocks are given more than the one
-    before returns, as a decoder's are; else what it is handed.
+    carries: of what the next stage's first block is called with, all that depends on parameters travels, since blocks
+    are given more than the one before returns, as a decoder's are; else what it is handed. A chain of one part turns to
+    that where the first forward of a kind shows that its blocks are.
     """
 
     def __init__(
@@ -95,6 +98,8 @@ class Passage:
         self._known: set[Any] = set()  # signatures of forwards that were looked at
         self._signature: Any = None
         self._guard: _NoDraws | None = None
+        self._derived: Derived | None = None  # in the first forward of a kind
+        self._stays: dict[Any, set[str]] = {}  # by signature: the places of tensors that all stages have
         self._trains = False  # with gradients
         self._has_ended = False  # at a block of the next stage
 
@@ -109,6 +114,7 @@ class Passage:
         """
         self._here = part
         self._received, self._digest = received if part > 0 else (None, 0)
+        self._carries |= _is_carried(self._received)
         self._at, self._has_begun, self._is_running = -1, False, True
         try:
             output = forward(*args, **kwargs)
@@ -126,6 +132,7 @@ class Passage:
         if self._here > 0 and self._signature not in self._known:
             self._guard = _NoDraws()  # type: ignore[no-untyped-call, unused-ignore]
             self._guard.__enter__()  # type: ignore[no-untyped-call, unused-ignore]
+        self._watch(at_part=0)
         try:
             output = module(*args, **kwargs)
         except _HandedOn as end:
@@ -134,6 +141,7 @@ class Passage:
             raise PipelineError(f"{self._where()}: {error}; {_CURE}") from error
         finally:
             self._end_guard()
+            self._end_watch()
         self._known.add(self._signature)
         return output
 
@@ -141,6 +149,17 @@ class Passage:
         guard, self._guard = self._guard, None
         if guard is not None:
             guard.__exit__(None, None, None)  # type: ignore[no-untyped-call, unused-ignore]
+
+    def _watch(self, at_part: int) -> None:
+        """Begins to note what depends on parameters, where a later part needs to know for the first time."""
+        if min(self._here, 1) == at_part and self._here < self._last and self._signature not in self._stays:
+            self._derived = Derived()
+            self._derived.note(self._received)
+
+    def _end_watch(self) -> None:
+        derived, self._derived = self._derived, None
+        if derived is not None:
+            derived.end()
 
     def _where(self) -> str:
         chunk, stage = divmod(self._here, self._num_stages)
@@ -197,23 +216,35 @@ class Passage:
         if not self._has_begun:
             self._has_begun = True
             args, kwargs = self._begin(block, args, kwargs)
+            self._watch(at_part=1)
         self._check_arguments(block, (args, kwargs))
-        return call(*args, **kwargs)
+        return call(*args, **kwargs) if self._derived is None else self._derived.call(call, args, kwargs)
 
     def _hand_on(self, block: _Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._check_begun()
         handed, besides = block.take_apart(args, kwargs)
-        sent = _floats_in((args, kwargs)) if self._carries else handed
+        carried = self._carried(handed, besides, dict(_placed((args, kwargs))))
+        sent = {_CARRIED: carried} if self._carries else handed
         for tensor in elsewhere_in(sent):
             raise ElsewhereError(f"what {self._name(block.number)} is called with depends on '{tensor.origin}'")
         raise _HandedOn((sent, digest((block.number, besides), with_floats=False)))
+
+    def _carried(self, handed: Any, besides: Any, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Those of `given`, the tensors of the call by their places, that the next stage lacks."""
+        derived = self._derived
+        if derived is not None:
+            self._carries |= any(map(derived.has, tensors_in(besides)))
+            main = {id(tensor) for tensor in tensors_in(handed)}
+            self._stays[self._signature] = {p for p, t in given.items() if id(t) not in main and not derived.has(t)}
+        return {place: tensor for place, tensor in given.items() if place not in self._stays[self._signature]}
 
     def _begin(self, block: _Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
         """The arguments of the first own block, with what the stage before handed on."""
         if self._here == 0:
             return args, kwargs
-        is_alike = not self._carries or _take_in((args, kwargs), self._received)
-        args, kwargs = with_received((args, kwargs)) if self._carries else (args, kwargs)
+        is_carried = _is_carried(self._received)
+        is_alike = not is_carried or _take_in((args, kwargs), self._received[_CARRIED])
+        args, kwargs = with_received((args, kwargs)) if is_carried else (args, kwargs)
         handed, besides = block.take_apart(args, kwargs)
         self._check_arguments(block, besides)
         if not is_alike or self._digest != digest((block.number, besides), with_floats=False):
@@ -228,7 +259,7 @@ class Passage:
                 f"block {self._name(block.number)} is called without gradients though it is handed some, as by a "
                 "reentrant checkpoint around the call: give that use_reentrant=False"
             )
-        if self._carries:
+        if is_carried:
             return args, kwargs
         for tensor in elsewhere_in(handed):
             tensor.handed = self._received  # type: ignore[attr-defined] # for a recomputation
@@ -263,21 +294,31 @@ class Passage:
         handed = tree_map_only(torch.Tensor, lambda t: t if isinstance(t, Elsewhere) else Elsewhere(t, origin), handed)
         args, kwargs = block.put_in(handed, args, kwargs)
         hidden = self._hidden.get(block.number)
-        with torch.no_grad(), nullcontext() if hidden is None else hidden():
+        with torch.no_grad(), nullcontext() if hidden is None else hidden(), MadeElsewhere(origin):
             output = block.outputs[key] = call(*args, **kwargs)
         return tree_map_only(Elsewhere, Elsewhere.again, output)
 
 
-def _floats_in(arguments: Any) -> list[torch.Tensor]:
-    return [tensor for tensor in tensors_in(arguments) if tensor.is_floating_point()]
+def _is_carried(received: Any) -> bool:
+    return isinstance(received, dict) and _CARRIED in received
 
 
-def _take_in(arguments: Any, received: list[torch.Tensor]) -> bool:
-    """Gives tensors of other stages the values that came. False: their number or shapes are not those of the sender."""
-    floats = _floats_in(arguments)
-    if [tensor.shape for tensor in floats] != [tensor.shape for tensor in received]:
-        return False
-    for tensor, value in zip(floats, received, strict=True):
+def _placed(tree: Any, place: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a call with the keys that lead to them, which one that is None now and then does not shift."""
+    if isinstance(tree, torch.Tensor):
+        yield place, tree
+    elif isinstance(tree, (tuple, list, dict)):
+        for key, item in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from _placed(item, f"{place}.{key}")
+
+
+def _take_in(arguments: Any, received: dict[str, torch.Tensor]) -> bool:
+    """Gives tensors of other stages the values that came. False: they are not those of the sender, or not so shaped."""
+    given = dict(_placed(arguments))
+    for place, value in received.items():
+        tensor = given.get(place)
+        if tensor is None or tensor.shape != value.shape:
+            return False
         if isinstance(tensor, Elsewhere) and not tensor.is_held:
             tensor.received = value
     return True

@@ -51,7 +51,7 @@ def both(name, num_stages, data_size, stage=0, gas=GAS, edit=None, **more):
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_a_model_as_it_is_trains_as_the_uncut_one_bit_for_bit(name, num_stages):
     """But for weights that two stages use, whose gradients are added over the micro-batches first."""
-    compare(*both(name, num_stages, 1), exact=name not in families.TIED and name != "plain")
+    compare(*both(name, num_stages, 1), exact=name not in (*families.TIED, *families.SPREAD))
 
 
 @pytest.mark.costly
@@ -323,3 +323,23 @@ def not_finite(world, bad_stage):
 def test_all_stages_skip_and_name_layer_and_rank(bad_stage):
     results = run_ranks(4, not_finite, bad_stage)
     assert {result[1:] for result in results} == {(results[2 * bad_stage][0], 2 * bad_stage + 1)}
+
+
+# -- values besides ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zero_bubble"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_blocks_are_given_besides_travels_at_every_schedule(schedule, stage):
+    """A choice of integers, and a value with a gradient that goes to all blocks."""
+    compare(*both("picks", 2, 2, stage, parallel={"schedule": schedule}), exact=False)
+
+
+def look(world, num_stages):
+    model = families.make("picks")
+    engine = deeptide.initialize(model=model, config=families.config(0, GAS, num_stages), world=world)[0]
+    return engine.eval_batch(families.batches("picks", 0, 1, 1, GAS)).item()
+
+
+def test_what_blocks_are_given_besides_travels_without_gradients():
+    assert run_ranks(3, look, 3) == pytest.approx(run_ranks(1, look, 0) * 3)

@@ -106,3 +106,15 @@ def test_an_encoder_alone_is_one_chain():
     config = transformers.BertConfig(**families._SIZES, **families._TOKENS)
     names = find_blocks(transformers.BertModel(config), 2).names
     assert names == [f"encoder.layer.{number}" for number in range(4)]
+
+
+@pytest.mark.parametrize("kind", ["", "text_"])
+def test_an_encoder_and_a_decoder_are_known_by_a_word_of_their_names(kind):
+    model = torch.nn.ModuleDict(
+        {
+            f"{kind}{side}": torch.nn.ModuleDict({"layers": torch.nn.ModuleList(torch.nn.Linear(3, 3) for _ in "ab")})
+            for side in ("decoder", "encoder")
+        }
+    )
+    sides = ("encoder", "encoder", "decoder", "decoder")
+    assert find_blocks(model, 2).names == [f"{kind}{side}.layers.{number % 2}" for number, side in enumerate(sides)]

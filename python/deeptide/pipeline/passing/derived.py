@@ -1,0 +1,69 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Notes what a stage computes from parameters: the next stage does not have it, and needs it if its blocks do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from deeptide.pipeline.passing.elsewhere import FROM_SHAPES, Elsewhere, written
+
+
+class Derived(TorchDispatchMode):
+    """From its making to `end`, but for calls of blocks, all of whose results count.
+
+    Its rule is that of Elsewhere tensors, so what it notes is what the next stage has no bytes of.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
+        self._held: dict[int, Any] = {}  # by address, which is nobody else's as long as it is held
+        self._is_open = False
+        self._resume()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func not in FROM_SHAPES and any(map(self.has, tree_leaves((args, kwargs)))):
+            self.note((out, written(func, args, kwargs or {})))
+        return out
+
+    def has(self, value: Any) -> bool:
+        """Whether a tensor is a parameter, or was computed from one."""
+        if isinstance(value, (torch.nn.Parameter, Elsewhere)):
+            return True
+        return isinstance(value, torch.Tensor) and id(_memory(value)) in self._held
+
+    def note(self, tree: Any) -> None:
+        """These depend on parameters."""
+        for leaf in tree_leaves(tree):
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, Elsewhere):
+                memory = _memory(leaf)
+                self._held[id(memory)] = memory
+
+    def call(self, block: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A block's output."""
+        self.end()
+        output = block(*args, **kwargs)
+        self._resume()
+        self.note(output)
+        return output
+
+    def _resume(self) -> None:
+        self.__enter__()  # type: ignore[no-untyped-call, unused-ignore]
+        self._is_open = True
+
+    def end(self) -> None:
+        """Looks at operators no longer."""
+        if self._is_open:
+            self._is_open = False
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call, unused-ignore]
+
+
+def _memory(tensor: torch.Tensor) -> Any:
+    """The storage, which views share."""
+    return tensor.untyped_storage() if tensor.layout is torch.strided else tensor
