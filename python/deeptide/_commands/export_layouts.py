@@ -69,14 +69,12 @@ def _save(value: object, *path: str) -> None:
     torch.save(value, os.path.join(*path))
 
 
-def _model_states(reader: CheckpointReader, state: dict[str, Any], buffers: dict[str, torch.Tensor]) -> dict[str, Any]:
+def _model_states(reader: CheckpointReader, state: dict[str, Any]) -> dict[str, Any]:
     """The values that DeepSpeed reads beside the tensors: counters, schedule, the program's own state."""
     client_state = json.loads(reader.client_state_json)
     client_state.pop("__deeptide__", None)
     return {
         **client_state,
-        "module": buffers,  # weights come from zero/
-        "buffer_names": list(buffers),
         "optimizer": None,
         "lr_scheduler": {"last_batch_iteration": state.get("schedule_iteration", -1)},
         "data_sampler": None,
@@ -95,25 +93,28 @@ def _model_states(reader: CheckpointReader, state: dict[str, Any], buffers: dict
 def export_universal(reader: CheckpointReader, out: str, progress: _Progress | None) -> list[str]:
     """DeepSpeed's universal checkpoint in `out`: `checkpoint.load_universal` reads it at any stage.
 
-    Frozen weights are not in it, as in DeepSpeed's own, nor is a loss scale: it starts from its configuration.
+    Frozen weights lie in the module's state, as buffers do. A loss scale is not in it: it starts from its configuration.
     """
     state = json.loads(reader.state_json)
     tag = os.path.basename(os.path.normpath(reader.folder))
     folder = os.path.join(out, tag)
     steps = torch.tensor(float(state.get("optimizer_steps", 0)))
-    tensors = [tensor for tensor in _of_weights(reader) if tensor.role != "param"]
+    tensors = list(_of_weights(reader))
     meter = _Meter(progress, tensors)
-    buffers = {}
+    module: dict[str, torch.Tensor] = {}  # what is not trained; weights that are come from zero/
+    buffers, shapes = [], {}
     for tensor in tensors:
         values = reader.read(tensor)
-        if tensor.role == _SHARED:
-            buffers[tensor.name] = values
+        if tensor.role in (_SHARED, "param"):
+            module[tensor.name] = values
+            buffers += [tensor.name] if tensor.role == _SHARED else []
         else:
             name = "fp32" if tensor.role == "master" else tensor.role
             values = values.float() if tensor.role == "master" else values
             _save({"param": values, "cat_dim": 0}, folder, "zero", tensor.name, f"{name}.pt")
             if tensor.role == "master":
                 _save(steps, folder, "zero", tensor.name, "step.pt")
+                shapes[tensor.name] = values.shape
         meter.add(tensor)
     groups = _param_groups(state)
     of_zero = {
@@ -125,7 +126,12 @@ def export_universal(reader: CheckpointReader, out: str, progress: _Progress | N
         "optimizer_state_dict": {"state": {0: {"step": steps}}, "param_groups": groups},
     }
     _save(of_zero, folder, "zero", "optimizer_state.pt")
-    model_states = _model_states(reader, state, buffers)
+    model_states = {
+        **_model_states(reader, state),
+        "module": module,
+        "buffer_names": buffers,
+        "param_shapes": [shapes],
+    }
     for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):  # stages below 3, stage 3
         _save(model_states, folder, name)
     for latest in ("latest_universal", "latest"):

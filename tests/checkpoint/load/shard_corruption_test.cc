@@ -19,16 +19,16 @@ namespace {
 using at::Tensor;
 using nlohmann::json;
 
-constexpr int64_t kElements = 24;
+constexpr int64_t kCorruptNumel = 24;
 
 // Two ranks, two tensors, one cut in three: w[0, 5) w[9, 24) and v on rank 0, w[5, 9) on rank 1.
 class Corruption : public ::testing::Test {
  protected:
-  Corruption() : w_(at::arange(kElements, at::kFloat)), v_(at::arange(kElements, at::kLong)) {
+  Corruption() : w_(at::arange(kCorruptNumel, at::kFloat)), v_(at::arange(kCorruptNumel, at::kLong)) {
     const auto part = [&](int64_t begin, int64_t end) {
       return range_piece("w", "param", {4, 6}, begin, end, w_.narrow(0, begin, end - begin));
     };
-    write_rank(scratch_.path(), "t", 0, {part(0, 5), part(9, kElements), whole("v", "buffer", v_)}, "{}");
+    write_rank(scratch_.path(), "t", 0, {part(0, 5), part(9, kCorruptNumel), whole("v", "buffer", v_)}, "{}");
     write_rank(scratch_.path(), "t", 1, {part(5, 9)}, "{}");
     commit(scratch_.path(), "t", {.world_size = 2}, true);
     shard_ = read_text(shard_path_);
@@ -37,10 +37,11 @@ class Corruption : public ::testing::Test {
 
   // True when both tensors came back right; false for a CheckpointError. Anything else fails the test.
   bool loads() {
-    const Tensor w = at::zeros({kElements}, at::kFloat);
-    const Tensor v = at::zeros({kElements}, at::kLong);
+    const Tensor w = at::zeros({kCorruptNumel}, at::kFloat);
+    const Tensor v = at::zeros({kCorruptNumel}, at::kLong);
     try {
-      Reader(scratch_.path(), "t").read({range_piece("w", "param", {4, 6}, 0, kElements, w), whole("v", "buffer", v)});
+      Reader(scratch_.path(), "t")
+          .read({range_piece("w", "param", {4, 6}, 0, kCorruptNumel, w), whole("v", "buffer", v)});
     } catch (const CheckpointError&) {
       return false;
     }
@@ -159,7 +160,7 @@ TEST_F(Corruption, SeesAShardOfAnotherSaveWithTheSameLayout) {
   write_rank(other, {0,
                      {},
                      {range_piece("w", "param", {4, 6}, 0, 5, w_.narrow(0, 0, 5)),
-                      range_piece("w", "param", {4, 6}, 9, kElements, w_.narrow(0, 9, kElements - 9)),
+                      range_piece("w", "param", {4, 6}, 9, kCorruptNumel, w_.narrow(0, 9, kCorruptNumel - 9)),
                       whole("v", "buffer", v_.add(1))}});
   commit(other, {}, true);
   const std::string shard = read_text(scratch_ / "u/rank_00000.safetensors");
