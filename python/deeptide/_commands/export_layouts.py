@@ -93,7 +93,7 @@ def _model_states(reader: CheckpointReader, state: dict[str, Any]) -> dict[str, 
 def export_universal(reader: CheckpointReader, out: str, progress: _Progress | None) -> list[str]:
     """DeepSpeed's universal checkpoint in `out`: `checkpoint.load_universal` reads it at any stage.
 
-    Frozen weights lie in the module's state, as buffers do. A loss scale is not in it: it starts from its configuration.
+    Frozen weights lie in the module's state, as buffers do. No loss scale is in it: it starts from its configuration.
     """
     state = json.loads(reader.state_json)
     tag = os.path.basename(os.path.normpath(reader.folder))
