@@ -98,12 +98,12 @@ class Call:
     def _mask(self, name: str, mask: Any, indices: Tensor, length: int, is_encoder: bool) -> Tensor:
         batch, kept = indices.shape
         if not isinstance(mask, Tensor) or mask.dim() < 2 or mask.size(-1) != length:
-            self._refuse(name, mask, batch, length)
+            self._reject(name, mask, batch, length)
         is_square = mask.dim() == 2 and mask.size(0) == length != batch
         if is_square and not is_encoder:
             return mask[:kept, :kept]
         if mask.size(0) not in (1, batch):
-            self._refuse(name, mask, batch, length)
+            self._reject(name, mask, batch, length)
         if mask.size(0) == 1 != batch and not is_encoder and mask.dim() > 2:
             return cut_mask(mask, kept, length)  # causal, and without padding, which belongs to a row
         return choose_mask(mask, indices, length)
@@ -113,10 +113,10 @@ class Call:
             return tuple(self._positions(name, one, indices, length) for one in value)
         rows = (1, indices.size(0))
         if not isinstance(value, Tensor) or value.dim() < 2 or value.size(1) != length or value.size(0) not in rows:
-            self._refuse(name, value, indices.size(0), length)
+            self._reject(name, value, indices.size(0), length)
         return choose(value, indices, 1)
 
-    def _refuse(self, name: str, value: Any, batch: int, length: int) -> NoReturn:
+    def _reject(self, name: str, value: Any, batch: int, length: int) -> NoReturn:
         got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise ConfigError(
             f"random-LTD: layer {self._layer}, argument {name!r}: got {got}, expected a tensor with {batch} "
