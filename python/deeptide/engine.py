@@ -136,7 +136,7 @@ class Engine(Answers, WholeSteps, LessWork, Observed):
         if self.fp16_auto_cast():
             args, kwargs = tree_map_only(torch.Tensor, _as_fp16, (args, kwargs))
         if self._less_work is not None and self.module.training:
-            kwargs = self._less_work.before_forward(self.global_steps, kwargs)
+            args, kwargs = self._less_work.before_forward(self.global_steps, args, kwargs)
         lower = self.torch_autocast_dtype()
         keeps = contextlib.nullcontext() if self._activations is None else self._activations.forward()
         with self._observed_forward(args, kwargs), keeps:

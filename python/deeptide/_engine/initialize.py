@@ -17,6 +17,7 @@ import torch.utils.data
 
 from deeptide import _C
 from deeptide._C import CommError, Config, ConfigError, World
+from deeptide._engine import less_work
 from deeptide._model import compiled, tensor_methods
 from deeptide._model.describe import check_model, describe, describer, device_of, parameter_names
 from deeptide._optimizers.groups import OptimizerPlan, OptimizerSource, ParametersSource, plan_optimizer
@@ -267,6 +268,7 @@ def make_engine(
         if activations is not None:
             activations.begin(engine)
             engine._activations = activations
+        less_work.begin(engine)
         return engine, ours, loader, scheduler
     except BaseException as error:
         # Now and not when the traceback goes: the caller may catch this and use his model.

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +13,20 @@ import torch
 
 from deeptide import _C
 from deeptide._C import Config, ConfigError
+from deeptide._process.log import say
 
 if TYPE_CHECKING:
     from deeptide.compression.schedule import CompressionSchedule
+    from deeptide.efficiency.own_keywords import BatchCutter
+    from deeptide.engine import Engine
 
 _CURRICULUM = "curriculum_learning"
 _LAYERS = "progressive_layer_drop"
 _TOKENS = "data_efficiency.data_routing.random_ltd"
+_IN_PIPELINE = (
+    "progressive_layer_drop and curriculum_learning have no effect in a pipeline; turn the sections off, or train "
+    "without parallel.pipeline"
+)
 _COMPRESSION = "compression_training"
 _OLDER_COMPRESSION = "quantize_training"  # which initialize prepares
 
@@ -56,7 +64,9 @@ def _compression_of(
 class Schedules:
     """Those that a configuration turns on; None where it does not."""
 
-    tells_forward = True  # of layers to leave out; False: the layers know themselves
+    tells_layers = True  # forward is told of layers to leave out; False: the layers know themselves
+    has_found_layers = False  # those were found, and not named by the program
+    _cutter: BatchCutter | None = None  # None: forward is told of the curriculum's length
 
     def __init__(self, config: Config, global_batch: int, model: torch.nn.Module) -> None:
         def section(path: str) -> dict[str, Any]:
@@ -72,16 +82,40 @@ class Schedules:
     def __bool__(self) -> bool:
         return any(one is not None for one in (self.curriculum, self.layers, self.tokens, self.compression))
 
-    def before_forward(self, step: int, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def begin(self, engine: Engine) -> None:
+        """Does itself what the model's forward, of an engine that is made, would not read of its keywords."""
+        if self.layers is None and self.curriculum is None:
+            return
+        from deeptide.efficiency.own_keywords import BatchCutter, drop_found_layers, reads
+
+        model = engine.module
+        if hasattr(type(engine), "set_dataiterator"):
+            say(_IN_PIPELINE, "warning")
+            return
+        if self.curriculum is not None and not reads(model, "curriculum_seqlen"):
+            self._cutter = BatchCutter(model)
+        if self.layers is not None:
+            self.tells_layers = reads(model, "pld_theta")
+            if not self.tells_layers:
+                self.has_found_layers = True
+                drop_found_layers(engine)
+
+    def before_forward(
+        self, step: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a training forward of the step that follows `step` steps."""
         kwargs = dict(kwargs)
-        if self.layers is not None and self.tells_forward:
+        if self.layers is not None and self.tells_layers:
             kwargs.update(progressive_layer_drop=True, pld_theta=self.layers.current)
         if self.curriculum is not None:
-            kwargs["curriculum_seqlen"] = self.curriculum.update(step + 1)
+            length = self.curriculum.update(step + 1)
+            if self._cutter is None:
+                kwargs["curriculum_seqlen"] = length
+            else:
+                args, kwargs = self._cutter.cut(args, kwargs, length)
         if self.tokens is not None:
             self.tokens.update(step)
-        return kwargs
+        return args, kwargs
 
     def before_backward(self, loss: torch.Tensor, at_boundary: bool, mean: Callable[[float], float]) -> None:
         """Before autograd runs from a loss. `mean`: over ranks."""
@@ -123,6 +157,16 @@ class Schedules:
             self.compression.load_state_dict(state["compression"])
 
 
+def begin(engine: Engine) -> None:
+    """Fits the schedules of an engine to its model, and ends those of an earlier engine there."""
+    if "deeptide.efficiency.layer_drop" in sys.modules:
+        from deeptide.efficiency.layer_drop import keep_layers
+
+        keep_layers(engine.module)
+    if engine._less_work is not None:
+        engine._less_work.begin(engine)
+
+
 class LessWork:
     """The engine's methods about them, under DeepSpeed's names."""
 
@@ -160,6 +204,7 @@ class LessWork:
         for name, module in self.module.named_modules():
             if isinstance(module, RandomLayerTokenDrop) and wanted.intersection(name.split(".")):
                 module.init_config(section, self._less_work.tokens, found)
+                module.name_layer(name)
                 found += 1
         if found != section["random_ltd_layer_num"]:
             raise ConfigError(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from deeptide._C import ConfigError
+from deeptide.efficiency.token_arguments import Call, choose_mask, cut_mask
 
 if TYPE_CHECKING:
     from deeptide import _C
@@ -64,31 +65,9 @@ class ScatterTokens:
         return scatter_tokens(all_activations, layer_activations, sorted_indices, batch_first)
 
 
-def _cut_mask(mask: Tensor, reserved_length: int, seq_length: int) -> Tensor:
-    """The mask of the first tokens: a causal mask of K tokens is that of any K tokens in their order."""
-    for dim in range(max(mask.dim() - 2, 1), mask.dim()):
-        if mask.size(dim) == seq_length:
-            mask = mask.narrow(dim, 0, reserved_length)
-    return mask
-
-
-def _choose_mask(mask: Tensor, indices: Tensor, seq_length: int) -> Tensor:
-    """The mask's rows and columns of the kept tokens: (B or 1, …, S or 1, S) and (B, K) -> (B, …, K or 1, K)."""
-    mask = mask.expand(indices.size(0), *mask.shape[1:])
-    for dim in range(max(mask.dim() - 2, 1), mask.dim()):
-        if mask.size(dim) != seq_length:
-            continue
-        shape = [1] * mask.dim()
-        shape[0], shape[dim] = indices.shape
-        target = list(mask.shape)
-        target[dim] = indices.size(1)
-        mask = mask.gather(dim, indices.long().view(shape).expand(target))
-    return mask
-
-
 def slice_attn_mask(mask: Tensor, reserved_length: int) -> Tensor:
     """A decoder's mask for K tokens."""
-    return _cut_mask(mask, reserved_length, mask.size(-1))
+    return cut_mask(mask, reserved_length, mask.size(-1))
 
 
 def gpt_sample_tokens(
@@ -101,7 +80,7 @@ def gpt_sample_tokens(
 ) -> tuple[Tensor, Tensor | None]:
     """(L, B, K) positions, and a decoder's mask for K tokens."""
     indices = sample_tokens(reserved_length, seq_length, batch_size, layers, device).int()
-    return indices, None if attn_mask is None else _cut_mask(attn_mask, reserved_length, seq_length)
+    return indices, None if attn_mask is None else cut_mask(attn_mask, reserved_length, seq_length)
 
 
 def bert_sample_tokens(
@@ -116,7 +95,7 @@ def bert_sample_tokens(
     if attn_mask is None:
         raise ConfigError("bert_sample_tokens: an encoder's tokens need attn_mask; give the mask of all tokens")
     indices = sample_tokens(reserved_length, seq_length, batch_size, layers, device).int()
-    return indices, [_choose_mask(attn_mask, layer, seq_length) for layer in indices]
+    return indices, [choose_mask(attn_mask, layer, seq_length) for layer in indices]
 
 
 class RandomLayerTokenDrop(torch.nn.Module):
@@ -152,10 +131,16 @@ class RandomLayerTokenDrop(torch.nn.Module):
         """Begins to drop tokens. `config`: the section "random_ltd"."""
         self._ltd.update(
             schedule=schedule,
+            name=type(self).__name__,
+            kind=next(k for k in type(self).__mro__ if RandomLayerTokenDrop not in k.__mro__),
             mask_name=config.get("model_mask_name"),
             encoder=config["model_type"] == "encoder",
             batch_first=config["hidden_state_order"] == "batch_seq_dim",
         )
+
+    def name_layer(self, path: str) -> None:
+        """Tells errors the layer's path in the model."""
+        self._ltd["name"] = path
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The layer's output; for the tokens that it did not see, its input."""
@@ -170,27 +155,20 @@ class RandomLayerTokenDrop(torch.nn.Module):
             return layer(hidden_states, *args, **kwargs)
         # Each layer draws by itself, so that a recomputation of one layer finds torch's generator where it was.
         indices = sample_tokens(kept, length, batch, 1, hidden_states.device)[0]
-        if settings["mask_name"] is not None:
-            kwargs = self._with_part_of_mask(kwargs, indices, length)
-        part = layer(gather_tokens(hidden_states, indices, first), *args, **kwargs)
+        call = Call(settings["name"], settings["kind"], args, kwargs)
+        call.keep(indices, length, settings["mask_name"], settings["encoder"])
+        try:
+            part = layer(gather_tokens(hidden_states, indices, first), *call.args, **call.kwargs)
+        except RuntimeError as error:
+            reason = call.explain(error)
+            if reason is None:
+                raise
+            raise reason from error
         if isinstance(part, tuple):
             return (scatter_tokens(hidden_states, part[0], indices, first), *part[1:])
         if not isinstance(part, torch.Tensor):
             raise ConfigError(f"random-LTD: a layer returned {type(part).__name__}, expected a tensor or a tuple")
         return scatter_tokens(hidden_states, part, indices, first)
-
-    def _with_part_of_mask(self, kwargs: dict[str, Any], indices: Tensor, length: int) -> dict[str, Any]:
-        name = self._ltd["mask_name"]
-        if name not in kwargs:
-            raise ConfigError(
-                f"random-LTD: the layer was called without the keyword argument {name!r} (model_mask_name); pass the "
-                "mask by this name, or leave model_mask_name out"
-            )
-        mask = kwargs[name]
-        if mask is None:
-            return kwargs
-        part = _choose_mask(mask, indices, length) if self._ltd["encoder"] else _cut_mask(mask, indices.size(1), length)
-        return {**kwargs, name: part}
 
 
 def convert_to_random_ltd(model: Any, convert_type: Any) -> Any:

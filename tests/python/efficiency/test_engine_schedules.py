@@ -233,7 +233,7 @@ def test_layer_keeps_its_names_and_sees_a_part_only_while_it_trains():
     twin = copy.deepcopy(layer)
     twin(x, mask=mask)
     assert twin.seen[0] == 3
-    with pytest.raises(deeptide.ConfigError, match="without the keyword argument 'mask'"):
+    with pytest.raises(deeptide.ConfigError, match="without the argument 'mask'"):
         layer(x)
     layer.eval()(x, mask=mask)
     assert layer.seen == (5, (2, 1, 5, 5))
