@@ -145,7 +145,8 @@ def attention_masks(queries, keys):
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("kind", ["none", "added", "matrix", "seen", "causal"])
 @pytest.mark.parametrize("sizes", [(1, 1, 4), (9, 9, 8), (7, 33, 16), (200, 200, 64), (20, 1100, 16)])
-def test_attention_agrees_with_fp64(sizes, kind, dtype):
+def test_attention_agrees_with_fp64(sizes, kind, dtype, monkeypatch):
+    monkeypatch.setitem(TOLERANCE, torch.bfloat16, 4e-2)  # scores, shares and their gradients are rounded on the way
     queries, keys, width = sizes
     causal, mask = kind == "causal", attention_masks(queries, keys).get(kind)
     if kind == "seen":
