@@ -6,7 +6,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 
 #include "deeptide/export.h"
@@ -44,12 +43,21 @@ DEEPTIDE_API uint64_t address_of(const at::Storage& storage);
 /// Gives a deferred tensor, and all that share its storage, memory and values; does nothing for others.
 DEEPTIDE_API void materialize(const at::Tensor& tensor);
 
-/// Calls `take(begin, values)` with a deferred tensor's values from its first element to its last, `count` elements at
-/// a time, one-dimensional; the tensor stays deferred. count: a multiple of 16. Returns false, and calls nothing, if
-/// the values cannot be made so: the tensor is not contiguous, or came about by more than draws and elementwise
-/// operators.
-DEEPTIDE_API bool for_each_part(const at::Tensor& tensor, int64_t count,
-                                const std::function<void(int64_t, const at::Tensor&)>& take);
+/// Makes a deferred tensor's values from its first element to its last, some at a time; the tensor stays deferred.
+class DEEPTIDE_API ValueParts {
+ public:
+  /// Null if the values cannot be made so: the tensor is not contiguous, or came about by more than draws and
+  /// elementwise operators.
+  static std::unique_ptr<ValueParts> of(const at::Tensor& tensor);
+  ~ValueParts();
+  /// Returns the next `count` elements, one-dimensional. count: a multiple of 16, or what is left.
+  at::Tensor next(int64_t count);
+
+ private:
+  struct Impl;
+  explicit ValueParts(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
 /// Gives a deferred tensor these values, of any shape and its type and device, in place of those it would get.
 DEEPTIDE_API void replace_values(const at::Tensor& tensor, const at::Tensor& values);
 

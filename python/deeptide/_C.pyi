@@ -31,10 +31,10 @@ from deeptide._C_curriculum import config_section as config_section
 from deeptide._C_curriculum import pack_lengths as pack_lengths
 from deeptide._C_curriculum import scaled_rate as scaled_rate
 from deeptide._C_curriculum import smallest_row_type as smallest_row_type
+from deeptide._C_deferred import ValueParts as ValueParts
 from deeptide._C_deferred import ZeroInit as ZeroInit
 from deeptide._C_deferred import address_of as address_of
 from deeptide._C_deferred import address_of_storage as address_of_storage
-from deeptide._C_deferred import for_each_part as for_each_part
 from deeptide._C_deferred import has_deferred_key as has_deferred_key
 from deeptide._C_deferred import is_deferred as is_deferred
 from deeptide._C_deferred import is_sharded as is_sharded

@@ -63,7 +63,9 @@ void bind_device(py::module_& module) {
   module.def("address_of_storage", py::overload_cast<const at::Storage&>(&zero::address_of));
   module.def("materialize", &zero::materialize);
   module.def("values_of", &zero::values_of);
-  module.def("for_each_part", &zero::for_each_part, py::arg("tensor"), py::arg("count"), py::arg("take"));
+  py::class_<zero::ValueParts>(module, "ValueParts", "Makes a deferred tensor's values, some at a time.")
+      .def_static("of", &zero::ValueParts::of, py::arg("tensor"))
+      .def("next", &zero::ValueParts::next, py::arg("count"));
   module.def("replace_values", &zero::replace_values, py::arg("tensor"), py::arg("values"));
   module.def("lend_memory", &zero::lend_memory);
   module.def("run_as_operator", &run_as_operator, py::arg("graph"), py::arg("inputs"), py::arg("written"));

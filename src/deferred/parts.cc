@@ -10,9 +10,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
-#include <array>
 #include <string>
-#include <string_view>
 
 #include "deferred/key.h"
 #include "deferred/memory.h"
@@ -27,26 +25,18 @@ namespace {
 
 constexpr int64_t kScratch = int64_t{1} << 20;  // elements
 
-template <size_t kCount>
-bool is_one_of(const std::string& name, const std::array<std::string_view, kCount>& names) {
-  return std::find(names.begin(), names.end(), name) != names.end();
-}
-
 bool draws(const std::string& name) {
-  return is_one_of(name,
-                   std::array<std::string_view, 4>{"aten::normal_", "aten::uniform_", "aten::randn", "aten::rand"});
+  return is_one_of(name, {"aten::normal_", "aten::uniform_", "aten::randn", "aten::rand"});
 }
 
 bool is_factory(const std::string& name) {
-  return is_one_of(name, std::array<std::string_view, 6>{"aten::empty", "aten::zeros", "aten::ones", "aten::full",
-                                                         "aten::randn", "aten::rand"});
+  return is_one_of(name, {"aten::empty", "aten::zeros", "aten::ones", "aten::full", "aten::randn", "aten::rand"});
 }
 
 bool is_elementwise(const std::string& name) {
-  return is_one_of(name, std::array<std::string_view, 15>{
-                             "aten::normal_", "aten::uniform_", "aten::zero_", "aten::fill_", "aten::mul_",
-                             "aten::add_", "aten::sub_", "aten::div_", "aten::clamp_", "aten::clamp_min_",
-                             "aten::clamp_max_", "aten::erfinv_", "aten::neg_", "aten::abs_", "aten::copy_"});
+  return is_one_of(name, {"aten::normal_", "aten::uniform_", "aten::zero_", "aten::fill_", "aten::mul_", "aten::add_",
+                          "aten::sub_", "aten::div_", "aten::clamp_", "aten::clamp_min_", "aten::clamp_max_",
+                          "aten::erfinv_", "aten::neg_", "aten::abs_", "aten::copy_"});
 }
 
 bool is_contiguous(const Geometry& geometry) {

@@ -15,10 +15,6 @@ namespace deeptide::deferred {
 
 namespace {
 
-bool is_one_of(const std::string& name, std::initializer_list<std::string_view> names) {
-  return std::find(names.begin(), names.end(), name) != names.end();
-}
-
 /// Finds the argument that a result is another name of, by the letter that the schema gives both.
 int argument_returned(const c10::FunctionSchema& schema, const c10::Argument& result) {
   const auto* alias = result.alias_info();

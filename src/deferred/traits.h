@@ -6,7 +6,11 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <initializer_list>
+#include <string>
+#include <string_view>
 #include <vector>
 
 namespace deeptide::deferred {
@@ -29,6 +33,10 @@ struct Traits {
   std::vector<int> returns_argument;  // by result: the argument that it is, or -1 for a new tensor
   bool writes_argument(size_t i) const { return i < 64 && (writes >> i & 1) != 0; }
 };
+
+inline bool is_one_of(const std::string& name, std::initializer_list<std::string_view> names) {
+  return std::find(names.begin(), names.end(), name) != names.end();
+}
 
 /// Reads an operator's schema, once per thread.
 const Traits& traits_of(const c10::OperatorHandle& op);

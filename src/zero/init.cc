@@ -3,8 +3,6 @@
 // The public names of deferred construction.
 #include <ATen/core/grad_mode.h>
 
-#include <algorithm>
-
 #include "deeptide/zero.h"
 #include "deferred/memory.h"
 #include "deferred/parts.h"
@@ -20,6 +18,19 @@ struct Init::Scope : deferred::Scope {
 Init::Init(int64_t min_bytes) : scope_(std::make_unique<Scope>(min_bytes)) {}
 Init::~Init() = default;
 
+struct ValueParts::Impl : deferred::Parts {};
+
+ValueParts::ValueParts(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+ValueParts::~ValueParts() = default;
+
+std::unique_ptr<ValueParts> ValueParts::of(const at::Tensor& tensor) {
+  auto parts = deferred::Parts::of(tensor);
+  if (!parts) return nullptr;
+  return std::unique_ptr<ValueParts>(new ValueParts(std::make_unique<Impl>(Impl{*std::move(parts)})));
+}
+
+at::Tensor ValueParts::next(int64_t count) { return impl_->next(count); }
+
 bool is_deferred(const at::Tensor& tensor) { return deferred::is_deferred(tensor); }
 
 bool has_deferred_key(const at::Tensor& tensor) { return deferred::has_key(tensor); }
@@ -27,17 +38,6 @@ bool has_deferred_key(const at::Tensor& tensor) { return deferred::has_key(tenso
 bool is_sharded(const at::Tensor& tensor) { return sharding::is_lent(tensor); }
 
 void materialize(const at::Tensor& tensor) { deferred::materialize(tensor); }
-
-bool for_each_part(const at::Tensor& tensor, int64_t count,
-                   const std::function<void(int64_t, const at::Tensor&)>& take) {
-  TORCH_CHECK_VALUE(count > 0 && count % deferred::Parts::kMultiple == 0, "for_each_part: count is ", count,
-                    ", expected a multiple of ", deferred::Parts::kMultiple);
-  auto parts = deferred::Parts::of(tensor);
-  if (!parts) return false;
-  for (int64_t begin = 0; begin < tensor.numel(); begin += count)
-    take(begin, parts->next(std::min(count, tensor.numel() - begin)));
-  return true;
-}
 
 void replace_values(const at::Tensor& tensor, const at::Tensor& values) {
   deferred::set_key(tensor, false);

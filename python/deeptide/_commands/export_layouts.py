@@ -99,22 +99,19 @@ def export_universal(reader: CheckpointReader, out: str, progress: _Progress | N
     tag = os.path.basename(os.path.normpath(reader.folder))
     folder = os.path.join(out, tag)
     steps = torch.tensor(float(state.get("optimizer_steps", 0)))
-    tensors = list(_of_weights(reader))
+    tensors = _of_weights(reader)
     meter = _Meter(progress, tensors)
     module: dict[str, torch.Tensor] = {}  # what is not trained; weights that are come from zero/
-    buffers, shapes = [], {}
     for tensor in tensors:
         values = reader.read(tensor)
         if tensor.role in (_SHARED, "param"):
             module[tensor.name] = values
-            buffers += [tensor.name] if tensor.role == _SHARED else []
         else:
             name = "fp32" if tensor.role == "master" else tensor.role
             values = values.float() if tensor.role == "master" else values
             _save({"param": values, "cat_dim": 0}, folder, "zero", tensor.name, f"{name}.pt")
             if tensor.role == "master":
                 _save(steps, folder, "zero", tensor.name, "step.pt")
-                shapes[tensor.name] = values.shape
         meter.add(tensor)
     groups = _param_groups(state)
     of_zero = {
@@ -129,8 +126,8 @@ def export_universal(reader: CheckpointReader, out: str, progress: _Progress | N
     model_states = {
         **_model_states(reader, state),
         "module": module,
-        "buffer_names": buffers,
-        "param_shapes": [shapes],
+        "buffer_names": [tensor.name for tensor in tensors if tensor.role == _SHARED],
+        "param_shapes": [{tensor.name: torch.Size(tensor.shape) for tensor in tensors if tensor.role == "master"}],
     }
     for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):  # stages below 3, stage 3
         _save(model_states, folder, name)

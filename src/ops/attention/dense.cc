@@ -8,6 +8,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
@@ -41,12 +42,17 @@ constexpr int64_t kMostKeys = 1024;                  // beyond, torch's kernel i
 
 Tensor pairs(const Tensor& tensor_NHSD) { return tensor_NHSD.reshape({-1, tensor_NHSD.size(2), tensor_NHSD.size(3)}); }
 
-/// Calls work(first, count) for as many pairs as have `most` scores.
+/// Memory for the scores of some pairs, `most` scores or one pair's.
+Tensor room_for(const Tensor& query_PRD, const Tensor& key_PCD, int64_t most) {
+  const int64_t rows = query_PRD.size(1), columns = key_PCD.size(1);
+  return at::empty({std::clamp<int64_t>(most / (rows * columns), 1, query_PRD.size(0)), rows, columns},
+                   query_PRD.options());
+}
+
+/// Calls work(first, count) for as many pairs at a time as there is room for.
 template <typename Work>
-void for_some_pairs(const Tensor& query_PRD, const Tensor& key_PCD, int64_t most, Work work) {
-  const int64_t at_once = std::max<int64_t>(1, most / (query_PRD.size(1) * key_PCD.size(1)));
-  for (int64_t first = 0; first < query_PRD.size(0); first += at_once)
-    work(first, std::min(at_once, query_PRD.size(0) - first));
+void for_some_pairs(int64_t pairs, const Tensor& room, Work work) {
+  for (int64_t first = 0; first < pairs; first += room.size(0)) work(first, std::min(room.size(0), pairs - first));
 }
 
 /// The shares of some pairs' queries, written to `into`.
@@ -56,12 +62,6 @@ Tensor shares_of(const Tensor& query_PRD, const Tensor& key_PCD, const Attention
   at::bmm_out(scores_PRC, query_PRD.narrow(0, first, count), key_PCD.narrow(0, first, count).transpose(1, 2));
   attention_shares_cpu(scores_PRC, terms, first);
   return scores_PRC;
-}
-
-Tensor room_for(const Tensor& query_PRD, const Tensor& key_PCD, int64_t most) {
-  const int64_t rows = query_PRD.size(1), columns = key_PCD.size(1);
-  return at::empty({std::clamp<int64_t>(most / (rows * columns), 1, query_PRD.size(0)), rows, columns},
-                   query_PRD.options());
 }
 
 struct Attention : torch::autograd::Function<Attention> {
@@ -128,7 +128,7 @@ Tensor added(const Tensor& mask, const Tensor& query, const Tensor& key) {
 Tensor attend(const Tensor& query_NHRD, const Tensor& key_NHCD, const Tensor& value_NHCD, const AttentionTerms& terms) {
   const Tensor query = pairs(query_NHRD), key = pairs(key_NHCD), value = pairs(value_NHCD);
   const Tensor result = at::empty(query.sizes(), query.options()), room = room_for(query, key, kScoresAtOnce);
-  for_some_pairs(query, key, kScoresAtOnce, [&](int64_t first, int64_t count) {
+  for_some_pairs(query.size(0), room, [&](int64_t first, int64_t count) {
     Tensor part = result.narrow(0, first, count);
     at::bmm_out(part, shares_of(query, key, terms, first, count, room), value.narrow(0, first, count));
   });
@@ -144,8 +144,8 @@ std::array<Tensor, 3> attend_backward(const Tensor& gradient_NHRD, const Tensor&
                value = pairs(value_NHCD);
   const Tensor of_query = at::empty(query.sizes(), query.options()), of_key = at::empty(key.sizes(), key.options()),
                of_value = at::empty(key.sizes(), key.options());
-  const Tensor room = room_for(query, key, kScoresAtOnce / 2), other_room = room_for(query, key, kScoresAtOnce / 2);
-  for_some_pairs(query, key, kScoresAtOnce / 2, [&](int64_t first, int64_t count) {
+  const Tensor room = room_for(query, key, kScoresAtOnce / 2), other_room = at::empty_like(room);
+  for_some_pairs(query.size(0), room, [&](int64_t first, int64_t count) {
     const auto some = [&](const Tensor& tensor) { return tensor.narrow(0, first, count); };
     Tensor query_part = some(of_query), key_part = some(of_key), value_part = some(of_value);
     const Tensor shares_PRC = shares_of(query, key, terms, first, count, room);

@@ -19,6 +19,7 @@ _STUB_IS_MORE_EXACT = {
     "Engine.full_state": "Tensor",
     "Engine.stage": "object",
     "Hyperparameters.optimizer": "OptimizerInfo",
+    "ValueParts.of": "ValueParts",
     "elastic_batch": "tuple",
     "find_optimizer": "OptimizerInfo",
     "kernel_targets": "dict",
@@ -37,6 +38,8 @@ deeptide\._optimizers\.groups\.(_table_of|keys_of)
 deeptide\._model\.compiled\.(_say_once|_serve_compiled_graphs)
 deeptide\._commands\.explain\.pattern_of
 deeptide\._model\.publishing\._watch_forks
+deeptide\.efficiency\.token_arguments\.names_of
+deeptide\.pipeline\.cutting\.order\._used
 deeptide\.accelerator\.get_accelerator
 deeptide\.as_deepspeed\.config\.configuration\._schema
 deeptide\.as_deepspeed\.helpers\.small\._say_leaves

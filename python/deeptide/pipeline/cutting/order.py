@@ -32,7 +32,7 @@ def runs_before(parent: torch.nn.Module, one: str, other: str) -> bool:
 def _used(kind: type) -> list[str]:
     """The attributes of `self` that forward uses, by first use, and in the place of a method those that it alone uses.
 
-    None where there is no text.
+    Nothing where there is no text.
     """
     return list(dict.fromkeys(_uses_in(kind, "forward", set())))
 

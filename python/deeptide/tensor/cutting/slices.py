@@ -128,34 +128,23 @@ def cut_parameter(module: torch.nn.Module, name: str, slice_: Slice, team: Team)
 
 def _make_slice(parameter: torch.Tensor, slice_: Slice, team: Team) -> None:
     """Gives a parameter that is deferred this rank's slice of the first rank's values, which pass by in rows."""
-    row = parameter[0].numel()
-    count = row * _MULTIPLE * max(1, _PART // (row * _MULTIPLE))
-    mine = torch.zeros(slice_.local_shape(parameter.shape, team), dtype=parameter.dtype)
-
-    def take(begin: int, values: torch.Tensor) -> None:
-        team.core.broadcast(values, "start")
-        slice_.cut_rows(values.view(-1, *parameter.shape[1:]), begin // row, mine, team)
-
-    passes = torch.zeros(1)
-    if team.index == 0:
-
-        def begin_and_take(begin: int, values: torch.Tensor) -> None:
-            if begin == 0:
-                team.core.broadcast(passes.fill_(1), "start")
-            take(begin, values)
-
-        if not _C.for_each_part(parameter, count, begin_and_take):
-            team.core.broadcast(passes, "start")
-    else:
-        team.core.broadcast(passes, "start")
-        for begin in range(0, parameter.numel() if passes.item() else 0, count):
-            take(begin, torch.empty(min(count, parameter.numel() - begin), dtype=parameter.dtype))
-    if passes.item():
-        _C.replace_values(parameter, mine)
-    else:
+    parts = _C.ValueParts.of(parameter) if team.index == 0 else None
+    passes = torch.tensor(float(parts is not None))
+    team.core.broadcast(passes, "start")
+    if not passes:
         _C.materialize(parameter)
         team.core.broadcast(parameter.data, "start")
         parameter.data = slice_.cut(parameter.data, team)
+        return
+    mine = torch.zeros(slice_.local_shape(parameter.shape, team), dtype=parameter.dtype)
+    row = parameter[0].numel()
+    rows = _MULTIPLE * max(1, _PART // (row * _MULTIPLE))
+    for begin in range(0, len(parameter), rows):
+        count = row * min(rows, len(parameter) - begin)
+        values = torch.empty(count, dtype=parameter.dtype) if parts is None else parts.next(count)
+        team.core.broadcast(values, "start")
+        slice_.cut_rows(values.view(-1, *parameter.shape[1:]), begin, mine, team)
+    _C.replace_values(parameter, mine)
 
 
 def become(module: torch.nn.Module, cls: type[torch.nn.Module]) -> None:
