@@ -20,7 +20,7 @@ using c10::StorageImpl;
 
 namespace {
 
-std::atomic<int64_t> count{0};
+std::atomic<int64_t> num_alive{0};
 
 constexpr const char* kDirectAccess =
     "deeptide: a tensor that was made under zero.Init was accessed directly: numpy(), torch.save and the like bypass "
@@ -49,11 +49,11 @@ void give_data(StorageImpl& storage, DataPtr data) {
 }  // namespace
 
 Memory::Memory(std::shared_ptr<Version> first) : now(std::move(first)), address(take_addresses(now->nbytes)) {
-  ++count;
+  ++num_alive;
 }
-Memory::~Memory() { --count; }
+Memory::~Memory() { --num_alive; }
 
-int64_t num_memories() { return count.load(std::memory_order_relaxed); }
+int64_t num_memories() { return num_alive.load(std::memory_order_relaxed); }
 
 Tensor make_tensor(const Geometry& geometry, std::shared_ptr<Version> version) {
   auto storage = c10::make_intrusive<StorageImpl>(
