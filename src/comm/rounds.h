@@ -9,6 +9,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <deque>
 #include <mutex>
 #include <optional>
 #include <span>
@@ -20,10 +21,10 @@
 
 namespace deeptide::comm {
 
-/// Runs rounds over a team on a channel of their own. At most one round is under way. A rank that has posted its word
-/// may continue computing and collect the round later. Every rank takes part in every round, so all ranks share one
-/// sequence of rounds. Those who gather, those who reduce and those who vote are clients side by side: each tells its
-/// part, and none is called from here. Thread-safe.
+/// Runs rounds over a team on a channel of their own. One round is under way, or two where a rank has told something in
+/// the meantime that cannot wait. A rank that has posted its word may continue computing and collect the round later.
+/// Every rank takes part in every round, so all ranks share one sequence of rounds. Those who gather, those who reduce
+/// and those who vote are clients side by side: each tells its part, and none is called from here. Thread-safe.
 class Rounds {
  public:
   explicit Rounds(Group& control);
@@ -35,8 +36,10 @@ class Rounds {
   bool ready() const;
   /// Posts this rank's word, with what is known of its reductions.
   void post(Word word);
-  /// Waits at most about `limit` for the posted round. Returns one word per rank, in the team's order; none if the
-  /// round is not there yet. Errors: as Group::wait, counted from the first call of the round.
+  /// Posts a further word behind those under way: a rank may wait for what it tells, and post none before.
+  void post_behind(Word word);
+  /// Waits at most about `limit` for the first posted round. Returns one word per rank, in the team's order; none if
+  /// the round is not there yet. Errors: as Group::wait, counted from the first call of the round.
   std::optional<std::vector<Word>> collect_for(std::chrono::milliseconds limit, const Site& site);
   /// Waits for the posted round. Errors: as Group::wait.
   std::vector<Word> collect(const Site& site);
@@ -45,6 +48,8 @@ class Rounds {
   // Reductions.
   /// Tells, in the next word, that this rank has begun so many rounds of reductions and waits for the others'.
   void announce(int64_t reductions) { announced_ = reductions; }
+  /// Whether no word has told yet what was announced last.
+  bool is_untold() const { return announced_ > 0; }
   /// The most that a rank has announced in the last round.
   int64_t most_announced() const { return most_announced_; }
   /// For devices, whose work may wait for other ranks: how many reductions this rank has launched, and for how many of
@@ -76,15 +81,19 @@ class Rounds {
   }
 
  private:
-  std::vector<Word> words();
+  /// Words of all ranks, and this rank's.
+  struct Round {
+    at::Tensor out, in;
+    Pending pending = {};
+  };
+  void start(Word word);
+  std::vector<Word> words(const Round& round);
 
   Group& control_;
   mutable std::mutex mutex_;
-  at::Tensor out_;
-  at::Tensor in_;
-  Pending pending_;
-  std::optional<Wait> wait_;  // for the posted round; nothing: nobody has waited yet
-  bool posted_ = false;
+  std::deque<Round> posted_;  // in their order
+  std::optional<Wait> wait_;  // for the first of them; nothing: nobody has waited yet
+  Round spare_;               // the last one's memory
   std::atomic<int64_t> count_{0};
   std::atomic<int64_t> announced_{0}, most_announced_{0};
   std::atomic<int64_t> launched_{0}, awaited_{0}, launched_by_all_{0};

@@ -185,7 +185,8 @@ void Reducer::end_backward() const {
   const comm::Rounds& rounds = residency_->rounds();
   if (rounds.awaited() <= rounds.launched_by_all()) return;
   const std::lock_guard lock(mutex_);
-  attend();
+  residency_->rounds().announce(begun());
+  residency_->tell();
 }
 
 Tensor Reducer::take(int64_t numel, at::ScalarType dtype, const std::function<void()>& meanwhile) {

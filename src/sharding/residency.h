@@ -67,7 +67,13 @@ class Residency : public Gatekeeper {
   /// Serves the others while this rank waits for something else than a unit: call it over and over. Waits for gathers
   /// that are due, never for a rank that is not in a round.
   void attend();
-  /// Likewise, but waits up to about `limit` for a round.
+  /// Likewise, once: what the rounds were told goes out now, though a word of this rank's may be under way.
+  void tell() {
+    attend();
+    const std::lock_guard lock(mutex_);
+    if (rounds_.is_untold()) rounds_.post_behind(comm::Wishes{.writes = -1});
+  }
+  /// Does what attend() does, but waits up to about `limit` for a round.
   void attend_for(std::chrono::milliseconds limit);
   /// Before reductions that the lane which computes may wait for: later gathers wait for what has changed shards until
   /// now, as an optimizer's state or a parameter set by hand between forward and backward, and not for those.

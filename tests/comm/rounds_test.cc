@@ -5,6 +5,8 @@
 
 #include <gtest/gtest.h>
 
+#include <variant>
+
 #include "on_hosts.h"
 
 namespace deeptide::comm {
@@ -31,6 +33,31 @@ TEST(Rounds, ForgetAtACloseWhatWasAnnounced) {
     EXPECT_EQ(rounds.most_announced(), 0);
     go_round(rounds, Wishes{});
     EXPECT_EQ(rounds.most_announced(), 0);
+  });
+}
+
+// The rank that tells something may wait for what the other one does then, and post nothing before.
+TEST(Rounds, TellWhatIsAnnouncedBehindAWordUnderWay) {
+  run_ranks(2, [](const World& world) {
+    Group control(world, Team::whole(world), "control", {.timeout = kLong, .board = board_of(world)});
+    Rounds rounds(control);
+    rounds.post(Wishes{});
+    if (world.rank == 0) {
+      rounds.announce(1);
+      EXPECT_TRUE(rounds.is_untold());
+      rounds.post_behind(Wishes{});
+      EXPECT_FALSE(rounds.is_untold());
+    }
+    rounds.collect(kCollecting);
+    EXPECT_EQ(rounds.most_announced(), 0);
+    EXPECT_EQ(rounds.posted(), world.rank == 0);
+    if (world.rank == 1) rounds.post(Close{});
+    const auto words = rounds.collect(kCollecting);
+    EXPECT_EQ(rounds.most_announced(), 1);
+    EXPECT_TRUE(std::holds_alternative<Wishes>(words.at(0)));
+    EXPECT_TRUE(std::holds_alternative<Close>(words.at(1)));
+    EXPECT_FALSE(rounds.posted());
+    EXPECT_EQ(rounds.count(), 2);
   });
 }
 
