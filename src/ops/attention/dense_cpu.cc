@@ -39,12 +39,12 @@ void shares_of_row(BFloat16* row, const float* mask, float scale, float* terms, 
     highest = hn::Max(highest, x);
     part.put(x, terms + i);
   });
-  const float most = hn::GetLane(hn::MaxOfLanes(d, highest));
+  // Some instruction sets say the lowest finite number of infinities; a row of these alone has the sum 0 below.
+  const float most = std::max(hn::GetLane(hn::MaxOfLanes(d, highest)), std::numeric_limits<float>::lowest());
   if (!hn::AllFalse(d, nan) || most == -kLowest) {
     const V none = hn::Set(d, std::numeric_limits<float>::quiet_NaN());
     return each_vector(0, count, [&](auto part, size_t i) { part.put(none, row + i); });
   }
-  if (most == kLowest) return each_vector(0, count, [&](auto part, size_t i) { part.put(hn::Zero(d), row + i); });
   const V offset = hn::Set(d, most);
   V sum = hn::Zero(d);
   each_vector(0, count, [&](auto part, size_t i) {
@@ -52,7 +52,8 @@ void shares_of_row(BFloat16* row, const float* mask, float scale, float* terms, 
     sum = hn::Add(sum, part.keep(power));
     part.put(power, terms + i);
   });
-  const V part_of_sum = hn::Set(d, 1.0f / hn::GetLane(hn::SumOfLanes(d, sum)));
+  const float total = hn::GetLane(hn::SumOfLanes(d, sum));
+  const V part_of_sum = hn::Set(d, total > 0.0f ? 1.0f / total : 0.0f);
   each_vector(0, count, [&](auto part, size_t i) { part.put(hn::Mul(part.get(terms + i), part_of_sum), row + i); });
 }
 
