@@ -30,8 +30,9 @@ struct TensorSlice {
 };
 
 /// Neighbouring ranks that share layers and train on equal batches. Ranks get equal bits from all methods. Collective:
-/// all ranks of the team call them in one order, from one thread each. Shapes: of any, on the CPU.
-/// Errors, of all methods: CommError if a peer is lost or late; ValueError for tensors on devices.
+/// all ranks of the team call them in one order, from one thread each. Shapes: of any, on the CPU, or on the device
+/// whose backend the world has (World::make_backend): there the device waits, and not its host. Errors, of all methods:
+/// CommError if a peer is lost or late; ValueError for tensors on a device without a backend.
 class DEEPTIDE_API TensorTeam {
  public:
   /// Collective over `world`. `stages`: of a pipeline, each with teams of its own. Units: timeout in seconds.

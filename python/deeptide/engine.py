@@ -67,7 +67,7 @@ class Engine(Answers, WholeSteps, LessWork, Observed):
         optimizer: DeeptideOptimizer | None = None,
         lr_scheduler: Any = None,
         training_dataloader: DataLoader | CurriculumLoader | None = None,
-        process_groups: tuple[dist.ProcessGroup, ...] = (),
+        process_groups: Sequence[dist.ProcessGroup] = (),
     ) -> None:
         self.module = model
         self._config = config

@@ -1,6 +1,8 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // World: rank, size and the store, made from torch.distributed's objects or from the environment.
+#include <pybind11/functional.h>
+
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -25,6 +27,16 @@ void use_group(World& world, const std::string& name, c10::Device device, const 
     if (static_cast<int>(ranks.size()) == size) return backend;
     throw ConfigError("the process group carries all " + std::to_string(size) + " ranks; channel '" + channel +
                       "' is of " + std::to_string(ranks.size()));
+  };
+}
+
+/// Returns the name of the group among those ranks that carries channels of this kind. Collective over the ranks.
+using FindGroup = std::function<std::string(const std::vector<int>& ranks, const std::string& kind)>;
+
+void use_groups(World& world, FindGroup find, c10::Device device) {
+  world.make_backend = [find = std::move(find), type = device.type()](const std::vector<int>& ranks,
+                                                                      const std::string& channel) {
+    return c10d::resolve_process_group(find(ranks, kind_of(channel)))->getBackend(type);
   };
 }
 
@@ -55,6 +67,7 @@ void bind_world(py::module_& module) {
       .def_readwrite("source", &World::source)
       .def_property_readonly("store", [](const World& world) { return world.store; })
       .def("use_group", &use_group, py::arg("group_name"), py::arg("device"), py::arg("channel") = "", NoGil())
+      .def("use_groups", &use_groups, py::arg("find"), py::arg("device"))
       .def("__repr__", &describe_world);
   py::class_<Discovery>(module, "Discovery", "Where this process stands in its world.")
       .def(py::init<>())

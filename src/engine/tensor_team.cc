@@ -14,6 +14,7 @@
 
 #include "base/log.h"
 #include "comm/group.h"
+#include "device/lane.h"
 #include "engine/design/nearest_divisors.h"
 #include "engine/design/topology.h"
 #include "host/host.h"
@@ -77,7 +78,12 @@ struct TensorTeam::Impl {
         name(next_team_name(world)),
         board(std::make_shared<world::FailureBoard>(world, name + "/board")),
         host(host::Host::find(team.within(world), name + "/host", /*enabled=*/true, board, team.ranks())),
-        group(world, team, name + "/tensor", {.timeout = timeout, .board = board, .host = host}) {
+        group(world, team, name + "/tensor", {.timeout = timeout, .board = board, .host = host}),
+        device_group(world.make_backend
+                         ? std::make_unique<comm::Group>(
+                               world, team, name + "/device/tensor",
+                               comm::ChannelOptions{.timeout = timeout, .board = board, .on_device = true})
+                         : nullptr) {
     if (size == 1 || host->holds_all() || world.rank != 0) return;
     log(LogLevel::warning,
         fmt::format("tensor: ranks {} to {} share layers and not a host or its memory ({}): every "
@@ -85,8 +91,18 @@ struct TensorTeam::Impl {
                     team.ranks().front(), team.ranks().back(), host->text()));
   }
 
-  void wait(comm::Pending& pending, const std::string& phase, const char* what) {
+  /// The channel for a tensor. Errors: ValueError if it lies where the team has none.
+  comm::Group& group_for(const Tensor& tensor) {
+    if (tensor.is_cpu()) return group;
+    TORCH_CHECK_VALUE(device_group, "the team that shares layers was made for the CPU, and got a tensor on ",
+                      tensor.device(), ": move the model there before initialize, or give make_team the device");
+    return *device_group;
+  }
+
+  /// Makes `like`'s device, or this thread, wait.
+  void wait(comm::Pending& pending, const Tensor& like, const std::string& phase, const char* what) {
     const comm::Site site{lasting(phase), what};
+    if (!like.is_cpu()) return device_group->order_before(device::Lane::current(like.device()), pending, site);
     std::function<void()> serving;
     // Between passes an engine's ranks are of one mind already, and begin no round.
     if (phase == "forward" || phase == "backward") {
@@ -101,10 +117,10 @@ struct TensorTeam::Impl {
   using Shared = std::shared_ptr<comm::Pending>;
 
   Sum gathering(const Tensor& own, const std::string& phase, const char* what) {
-    Tensor all = at::empty({group.size() * own.numel()}, own.options());
-    const Shared pending = std::make_shared<comm::Pending>(group.all_gather(all, own));
-    return Sum([=, this, rows = all.view({group.size(), own.numel()})] {
-      wait(*pending, phase, what);
+    Tensor all = at::empty({team.size() * own.numel()}, own.options());
+    const Shared pending = std::make_shared<comm::Pending>(group_for(own).all_gather(all, own));
+    return Sum([=, this, rows = all.view({team.size(), own.numel()})] {
+      wait(*pending, rows, phase, what);
       return rows;
     });
   }
@@ -120,17 +136,17 @@ struct TensorTeam::Impl {
   /// Shapes: sent (W * N,) -> (N,).
   Sum summing_own_rows(const Tensor& sent, const std::string& phase, const char* what) {
     Tensor rows = at::empty_like(sent);
-    const Shared pending = std::make_shared<comm::Pending>(group.all_to_all(rows, sent));
+    const Shared pending = std::make_shared<comm::Pending>(group_for(sent).all_to_all(rows, sent));
     return Sum([=, this] {
-      wait(*pending, phase, what);
-      return sum_of(rows.view({group.size(), -1}));
+      wait(*pending, rows, phase, what);
+      return sum_of(rows.view({team.size(), -1}));
     });
   }
 
   /// Each rank sums one slice of all rows. Shapes: own (N,) -> (N,).
   Sum summing_in_slices(const Tensor& own, const std::string& phase, const char* what) {
-    const int64_t numel = own.numel(), slice = (numel + group.size() - 1) / group.size();
-    Tensor sent = at::zeros({slice * group.size()}, own.options());
+    const int64_t numel = own.numel(), slice = (numel + team.size() - 1) / team.size();
+    Tensor sent = at::zeros({slice * team.size()}, own.options());
     sent.narrow(0, 0, numel).copy_(own);
     return Sum([=, this, part = summing_own_rows(sent, phase, what)]() mutable {
       return gathered(part.wait(), phase, what).view({-1}).narrow(0, 0, numel);
@@ -143,6 +159,7 @@ struct TensorTeam::Impl {
   const std::shared_ptr<world::FailureBoard> board;
   const std::shared_ptr<host::Host> host;
   comm::Group group;
+  const std::unique_ptr<comm::Group> device_group;  // null: the world is the CPU's
   std::mutex mutex;
   std::function<void()> meanwhile;
 };
@@ -159,11 +176,7 @@ int TensorTeam::data_size() const { return impl_->data.size(); }
 
 namespace {
 
-Tensor flat_of(const Tensor& tensor) {
-  TORCH_CHECK_VALUE(tensor.device().is_cpu(), "tensor parallelism is not supported yet on ", tensor.device(),
-                    ": move the model and its batches to the CPU");
-  return tensor.detach().contiguous().view({-1});
-}
+Tensor flat_of(const Tensor& tensor) { return tensor.detach().contiguous().view({-1}); }
 
 TensorTeam::Sum shaped(TensorTeam::Sum sum, std::vector<int64_t> shape) {
   return TensorTeam::Sum([sum = std::move(sum), shape = std::move(shape)]() mutable {
@@ -213,14 +226,15 @@ Tensor TensorTeam::all_gather(const Tensor& tensor, const std::string& phase) {
 
 void TensorTeam::broadcast(const Tensor& tensor, const std::string& phase) {
   const at::NoGradGuard no_grad;
-  auto pending = impl_->group.broadcast(flat_of(tensor), 0);
-  impl_->wait(pending, phase, "taking the first rank's values of a layer that is cut");
+  auto pending = impl_->group_for(tensor).broadcast(flat_of(tensor), 0);
+  impl_->wait(pending, tensor, phase, "taking the first rank's values of a layer that is cut");
 }
 
 void TensorTeam::serve(std::function<void()> meanwhile, std::shared_ptr<trace::Recorder> recorder) {
   const std::lock_guard lock(impl_->mutex);
   impl_->meanwhile = std::move(meanwhile);
-  impl_->group.report_to(std::move(recorder));
+  impl_->group.report_to(recorder);
+  if (impl_->device_group) impl_->device_group->report_to(std::move(recorder));
 }
 
 void check_mesh(const MeshSizes& sizes, int ranks) {

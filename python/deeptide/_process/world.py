@@ -7,6 +7,8 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -97,26 +99,34 @@ def _backend_of_groups(device: torch.device) -> str | None:
     return backend
 
 
-def _device_groups(
-    world: _C.World, device: torch.device, backend: str, timeout_s: float | None
-) -> tuple[dist.ProcessGroup, ...]:
-    """Makes the groups that carry device tensors: parameters and gradients each in one of their own.
+class _DeviceGroups:
+    """The groups that carry device tensors, made as the core asks for them: by their ranks and what they are for.
 
-    Ranks that take different branches may issue a gather and a reduction in different orders. `timeout_s`: of a
-    collective; None: torch's.
+    Parameters and gradients each have groups of their own: ranks that take different branches may issue a gather and a
+    reduction in different orders.
     """
-    if device.index is None:
-        device = torch.device(device.type, torch.accelerator.current_device_index())
-    groups = []
-    timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s + _WATCHDOG_GRACE_S)
-    for channel in ("gathers", "reductions"):
-        # With the device, NCCL connects the ranks here, where all of them come, and not in a first collective.
-        groups.append(dist.new_group(backend=backend, timeout=timeout, device_id=device))
-        world.use_group(groups[-1].group_name, device, channel)
-    return tuple(groups)
+
+    def __init__(self, device: torch.device, backend: str, timeout_s: float | None) -> None:
+        """timeout_s: of a collective; None: torch's."""
+        index = torch.accelerator.current_device_index() if device.index is None else device.index
+        self._device, self._backend = torch.device(device.type, index), backend
+        self._timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s + _WATCHDOG_GRACE_S)
+        self._found: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
+        self.made: list[dist.ProcessGroup] = []
+
+    def find(self, ranks: list[int], kind: str) -> str:
+        """The name of a group. Collective over `ranks`."""
+        key = (tuple(ranks), kind)
+        if key not in self._found:
+            # With the device, NCCL connects the ranks here, where all of them come, and not in a first collective.
+            options: dict[str, Any] = {"backend": self._backend, "timeout": self._timeout, "device_id": self._device}
+            part = len(ranks) < dist.get_world_size()
+            self._found[key] = dist.new_group(ranks if part else None, use_local_synchronization=part, **options)
+            self.made.append(self._found[key])
+        return str(self._found[key].group_name)
 
 
-def abort_groups(groups: tuple[dist.ProcessGroup, ...]) -> None:
+def abort_groups(groups: Iterable[dist.ProcessGroup]) -> None:
     """Ends what they have under way, which would never end without the peer that was lost. For a device's groups."""
     for group in groups:
         with contextlib.suppress(Exception):  # it may have failed, or have ended
@@ -125,8 +135,8 @@ def abort_groups(groups: tuple[dist.ProcessGroup, ...]) -> None:
 
 def _from_torch_distributed(
     device: torch.device, timeout_s: float | None
-) -> tuple[_C.World, tuple[dist.ProcessGroup, ...]]:
-    """Returns the world of the default group's ranks, and the groups that were made for its device tensors."""
+) -> tuple[_C.World, Sequence[dist.ProcessGroup]]:
+    """Returns the world of the default group's ranks, and the groups that are made for its device tensors."""
     backend = _backend_of_groups(device)  # before others are asked: ranks that are refused end, and the store with them
     # All ranks create a group's engines in the same order, so the same number means the same engine everywhere. It is
     # counted where the group meets: a rank may have made other engines before, in a group of others.
@@ -136,7 +146,11 @@ def _from_torch_distributed(
     world = _C.make_world(store, dist.get_rank(), dist.get_world_size())
     world.local_rank = int(os.environ.get("LOCAL_RANK", device.index or 0))
     world.source = "torch.distributed"
-    return world, () if backend is None else _device_groups(world, device, backend, timeout_s)
+    if backend is None:
+        return world, ()
+    groups = _DeviceGroups(device, backend, timeout_s)
+    world.use_groups(groups.find, device)
+    return world, groups.made
 
 
 def find_world(
@@ -145,10 +159,10 @@ def find_world(
     dist_init_required: bool | None = None,
     distributed_port: int = _C.DEFAULT_PORT,
     timeout_s: float | None = None,
-) -> tuple[_C.World, tuple[dist.ProcessGroup, ...]]:
+) -> tuple[_C.World, Sequence[dist.ProcessGroup]]:
     """Returns `world`, else torch.distributed's, else the launcher's, else a world of one; and groups to destroy.
 
-    timeout_s: of a collective on a device; None: torch's.
+    The core makes these as it binds a model to the world. timeout_s: of a collective on a device; None: torch's.
     """
     if world is not None:
         if not isinstance(world, _C.World):

@@ -11,6 +11,7 @@ import torch
 
 from deeptide import _C
 from deeptide._C import Config, ConfigError, World
+from deeptide._model.describe import device_of
 from deeptide.tensor.cutting.slices import adding_names, slices_of
 from deeptide.tensor.cutting.split import split_model
 from deeptide.tensor.mpu import adopt
@@ -72,22 +73,25 @@ def share_layers(config: Config, model: torch.nn.Module, world: World | None, st
 
     Errors: ConfigError, before anything is changed but where the check fails.
     """
-    team = make_team(size_of(config), world, config.runtime.comm_timeout_s, stages)
+    device = device_of(model)
+    team = make_team(size_of(config), world, config.runtime.comm_timeout_s, stages, device)
     ranks = stages * team.data_size * team.size
     _C.check_mesh(ranks, stages, team.size, _section(config, "parallel")["data"])
     specs = _section(config, "tensor_parallel")["partition_config"]
     check = _section(config, "parallel")["tensor_check"]
     split_model(model, team, specs["layer_specs"], specs["use_default_specs"], check)
     if world is None or world.source != "threads":  # these have one generator, from which others may be drawing
-        _draw_alike(team)
+        _draw_alike(team, device)
     return team
 
 
-def _draw_alike(team: Team) -> None:
+def _draw_alike(team: Team, device: torch.device) -> None:
     """Ranks that share layers draw the same random numbers, as for dropout of what they have alike."""
-    state = torch.get_rng_state()
-    team.core.broadcast(state, "start")
-    torch.set_rng_state(state)
+    generators = [torch] if device.type == "cpu" else [torch, torch.get_device_module(device)]
+    for generator in generators:
+        state = generator.get_rng_state()
+        team.core.broadcast(state, "start")
+        generator.set_rng_state(state)
 
 
 def options_of(model: torch.nn.Module, team: Team | None) -> dict[str, Any]:

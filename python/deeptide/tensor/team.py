@@ -52,16 +52,23 @@ class Team:
         return f"Team(size={self.size}, index={self.index})"
 
 
-def make_team(size: int, world: World | None = None, timeout_s: float = 600.0, stages: int = 1) -> Team:
+def make_team(
+    size: int,
+    world: World | None = None,
+    timeout_s: float = 600.0,
+    stages: int = 1,
+    device: torch.device | str = "cpu",
+) -> Team:
     """The team of this rank among neighbours: of four ranks and size 2, ranks 0 and 1, and ranks 2 and 3. Collective.
 
     world: a deeptide.World; else torch.distributed's, else the launcher's. stages: of the pipeline that the model is
-    cut into. Errors: ConfigError if the ranks do not divide among such teams; CommError.
+    cut into. device: where the model lies or will lie, if no world is given. Errors: ConfigError if the ranks do not
+    divide among such teams; CommError.
     """
     if world is None:
         from deeptide._process.world import find_world
 
-        world = find_world(None, torch.device("cpu"))[0]
+        world = find_world(None, torch.device(device), timeout_s=timeout_s)[0]
     return Team(_C.TensorTeam(world, size, timeout_s, stages))
 
 

@@ -172,13 +172,11 @@ void refuse_axes(const Config& config, const optim::Rule* rule) {
                  {runtime.drift_interval > 0, subject + "deeptide.drift_interval yet; ", "leave it out"}});
 }
 
-void refuse_tensor(const Config& config, const ModelFacts& model) {
+void refuse_tensor(const Config& config) {
   const std::string subject = "tensor parallelism does not go with ";
-  check(config,
-        {{!model.device.is_cpu(), subject + "a model on " + model.device.str() + " yet; ", "move it to the CPU"},
-         {config.runtime().on_skipped == OnSkipped::rewind, subject + "deeptide.on_skipped \"rewind\" yet; ",
-          "choose \"skip\" or \"raise\""},
-         {!config.checkpoint().preempt_folder.empty(), subject + "deeptide.on_preempt yet; ", "leave it out"}});
+  check(config, {{config.runtime().on_skipped == OnSkipped::rewind, subject + "deeptide.on_skipped \"rewind\" yet; ",
+                  "choose \"skip\" or \"raise\""},
+                 {!config.checkpoint().preempt_folder.empty(), subject + "deeptide.on_preempt yet; ", "leave it out"}});
 }
 
 void refuse_stages(const Config& config, const ModelFacts& model, const optim::Rule* rule) {

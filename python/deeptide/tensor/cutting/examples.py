@@ -24,10 +24,13 @@ def examples_of(model: Any) -> Iterator[Example]:
         return
     makers = {"input_ids": _texts, "pixel_values": _pictures, "input_values": _sounds, "input_features": _spectra}
     for example in makers.get(str(main), lambda _config: ())(config):
-        dtype, rows = next(model.parameters()).dtype, next(iter(example.values())).size(0)
+        first, rows = next(model.parameters()), next(iter(example.values())).size(0)
         if getattr(config, "is_encoder_decoder", False):
             example["decoder_input_ids"] = _words(getattr(config, "decoder", config), rows)
-        yield {key: value.to(dtype) if value.is_floating_point() else value for key, value in example.items()}
+        yield {
+            key: value.to(first.device, first.dtype if value.is_floating_point() else value.dtype)
+            for key, value in example.items()
+        }
 
 
 def _texts(config: Any) -> Iterator[Example]:
