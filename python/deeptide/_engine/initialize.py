@@ -8,7 +8,7 @@ import contextlib
 import functools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -116,6 +116,18 @@ def is_pipeline(model: torch.nn.Module) -> bool:
     return isinstance(model, PipelineModule)
 
 
+def groups_of_stages(model: torch.nn.Module) -> Container[int]:
+    """Indices of optimizer groups that any stage of a model's pipeline may train; none without stages.
+
+    Each stage keeps them, also without a parameter.
+    """
+    if not is_pipeline(model):
+        return ()
+    from deeptide.pipeline.cutting.cut import groups_of
+
+    return groups_of(model)
+
+
 def cut(
     model: torch.nn.Module,
     config: Config,
@@ -206,7 +218,7 @@ def initialize(
         raise ConfigError("mesh_param is not supported yet; give the axes as parallel.tensor and parallel.pipeline")
     config = tuned(load_config(config, args, config_params), optimizer)
     with cut(model, config, optimizer, model_parameters, world) as own:
-        plan = plan_optimizer(model, parameter_names(model), config, optimizer, own)
+        plan = plan_optimizer(model, parameter_names(model), config, optimizer, own, others=groups_of_stages(model))
         return make_engine(
             _kind_for(model),
             model,

@@ -196,6 +196,7 @@ def plans_of_stages(
         part = parts.of_stage(stage)
         own = [([name for name in group.parameters if name in part.names], group.hyperparameters) for group in groups]
         filled = [_C.ParameterGroup(mine, values) for mine, values in own if mine]
-        options = _C.InitOptions(None, filled, override, None, None)
+        trains = override if filled else ""  # else the stage is frozen
+        options = _C.InitOptions(None, filled, trains, None, None)
         plans.append(_C.plan(part.description, config, options, ranks, on_host, mesh.tensor, part.slices))
     return plans

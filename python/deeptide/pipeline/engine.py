@@ -26,7 +26,7 @@ from deeptide.pipeline.schedules import SCHEDULES, simulate
 from deeptide.pipeline.step import batches as micro_batches
 from deeptide.pipeline.step.bubble import Bubble, measured_bubble
 from deeptide.pipeline.step.plain_loop import ADVICE, PlainLoop
-from deeptide.pipeline.step.stage_run import StageRun
+from deeptide.pipeline.step.stage_run import StageRun, trained_chunks
 
 
 def check_mesh(config: Config, model: torch.nn.Module) -> int:
@@ -271,8 +271,7 @@ class PipelineEngine(Engine):
     @property
     def micro_steps(self) -> int:
         """Micro-batches so far."""
-        pieces = sum(self._cut.trains(chunk) for chunk in range(self._cut.num_chunks))
-        return self._core.micro_steps() // max(pieces, 1)
+        return self._core.micro_steps() // len(trained_chunks(self._cut))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The same as `forward`."""

@@ -16,7 +16,7 @@ from deeptide import _C
 from deeptide._C import ConfigError
 from deeptide.pipeline.cutting.ties import ties_of_layers
 from deeptide.pipeline.layers import LayerSpec, TiedLayerSpec
-from deeptide.pipeline.partition import bounds_of, num_trained
+from deeptide.pipeline.partition import bounds_of
 from deeptide.pipeline.place import place
 from deeptide.pipeline.step.batches import split
 
@@ -108,7 +108,6 @@ class PipelineModule(torch.nn.Module):
                 f"activation_checkpoint_interval: got {activation_checkpoint_interval}, expected 0 or more"
             )
         self.parts = bounds_of(self._specs, stages * self.num_chunks, partition_method)
-        self._check_stages()
         self._build(seed_layers, seed_fn or _seed, base_seed)
         self.ties = ties_of_layers(self)
 
@@ -121,26 +120,6 @@ class PipelineModule(torch.nn.Module):
     def _layers_of(self, stage: int) -> list[tuple[int, int]]:
         """The bounds of a stage's chunks."""
         return list(itertools.pairwise(self.parts))[stage :: self.num_stages]
-
-    def _check_stages(self) -> None:
-        """Errors: ConfigError, on all ranks alike, if a stage would have nothing to train."""
-        if self.num_stages == 1:
-            return
-        ties = self.stages_of_ties()
-        for stage in range(self.num_stages):
-            runs = self._layers_of(stage)
-            own = [
-                layer
-                for begin, end in runs
-                for layer in self._specs[begin:end]
-                if not isinstance(layer, TiedLayerSpec) or ties[layer.key][0] == stage
-            ]
-            if not any(map(num_trained, own)):
-                layers = " and ".join(f"{begin} to {end - 1}" for begin, end in runs)
-                raise ConfigError(
-                    f"PipelineModule: stage {stage} of {self.num_stages}, layers {layers}, has no trained "
-                    "parameter of its own, which is not supported yet; take fewer stages or another partition_method"
-                )
 
     def _build(self, seeds: bool, seed: Callable[[int], None], base_seed: int) -> None:
         self.tied_modules = torch.nn.ModuleDict()

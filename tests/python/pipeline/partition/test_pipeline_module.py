@@ -92,18 +92,6 @@ def impossible(world):
         PipelineModule(stages.layers(), world=world)
 
 
-def without_parameters(world):
-    with pytest.raises(ConfigError, match="stage 1 of 2, layers 3 to 4, has no trained parameter of its own"):
-        PipelineModule([Linear(2, 2)] * 3 + [torch.tanh, ReLU()], 2, partition_method="uniform", world=world)
-    tied = TiedLayerSpec("key", Linear, 2, 2)
-    with pytest.raises(ConfigError, match="stage 1 of 2, layers 1 to 1, has no trained parameter of its own"):
-        PipelineModule([tied, tied], 2, world=world)
-
-
-def test_a_stage_without_parameters_is_refused_on_all_ranks():
-    run_ranks(2, without_parameters)
-
-
 def test_a_mesh_that_cannot_be_names_the_nearest_ones():
     run_ranks(6, impossible)
 
