@@ -39,7 +39,9 @@ def test_methods_count_trained_parameters_or_names_of_classes():
 @pytest.mark.parametrize(
     ("method", "num_stages", "kind", "text"),
     [
-        ("profile", 2, NotImplementedError, r"got 'profile', expected .* \(profile and memory are not supported yet\)"),
+        ("profiles", 2, NotImplementedError, r"got 'profiles', expected 'uniform', .* 'profile', 'memory'"),
+        ("profile", 2, ConfigError, "'profile': give profile_input"),
+        ("memory", 2, ConfigError, "'memory': give profile_input"),
         ("type:", 2, NotImplementedError, "got 'type:', expected"),
         ("type:(", 2, ConfigError, "no regular expression"),
         ("type:Conv", 2, ConfigError, "finds none of the layers' classes, which are Linear"),
