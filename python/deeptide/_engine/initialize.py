@@ -65,7 +65,7 @@ def _loader(
 
 def _stages(config: Config, model: torch.nn.Module) -> int:
     """The stages of the model's pipeline; 1 where it is none. Errors: ConfigError if the configuration differs."""
-    if not is_pipeline(model) and json.loads(_C.config_section(config, "parallel"))["pipeline"] is None:
+    if not is_pipeline(model) and json.loads(_C.config_section(config, "parallel"))["pipeline"]["stages"] is None:
         return 1  # without a look at the package of pipelines
     from deeptide.pipeline.engine import check_mesh
 
@@ -141,7 +141,7 @@ def cut(
     `model_parameters` without those of other stages. An error inside leaves model and optimizer as they were, but for
     layers that were cut among ranks.
     """
-    stages = json.loads(_C.config_section(config, "parallel"))["pipeline"]
+    stages = json.loads(_C.config_section(config, "parallel"))["pipeline"]["stages"]
     if (stages or 1) == 1 or ("_deeptide_cut" not in model.__dict__ and is_pipeline(model)):
         return contextlib.nullcontext(parameters)
     from deeptide.pipeline.cutting.chunks import chunks_of

@@ -18,6 +18,7 @@ from deeptide._process.log import say
 from deeptide._process.reports import told
 from deeptide.data import RepeatingLoader
 from deeptide.engine import Engine
+from deeptide.pipeline.cutting.chunks import starts_of
 from deeptide.pipeline.cutting.cut import BlockCut, cut_of
 from deeptide.pipeline.cutting.digest import digest
 from deeptide.pipeline.errors import PipelineError
@@ -31,9 +32,11 @@ from deeptide.pipeline.step.stage_run import StageRun, trained_chunks
 
 def check_mesh(config: Config, model: torch.nn.Module) -> int:
     """The number of stages. Errors: ConfigError if the configuration has another one than the model."""
-    asked = json.loads(_C.config_section(config, "parallel"))["pipeline"]
+    asked = json.loads(_C.config_section(config, "parallel"))["pipeline"]["stages"]
     cut = cut_of(model)
     stages = model.num_stages if isinstance(model, PipelineModule) else 1 if cut is None else cut.num_stages
+    if isinstance(model, PipelineModule) and starts_of(config) is not None:
+        raise ConfigError("parallel.pipeline.cut is given, and a PipelineModule has partition_method; leave it out")
     if asked is None or asked == stages:
         return stages
     name = type(model).__name__

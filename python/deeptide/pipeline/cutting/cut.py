@@ -25,6 +25,7 @@ from deeptide.pipeline.cutting.blocks import (
     uses_of_modules,
     uses_of_parameters,
 )
+from deeptide.pipeline.cutting.chunks import starts_of
 from deeptide.pipeline.cutting.ties import Place, Tie, Ties
 from deeptide.pipeline.passing.elsewhere import Elsewhere
 from deeptide.pipeline.passing.hidden import Hidden, state_of
@@ -83,14 +84,15 @@ class BlockCut:
         dtype: torch.dtype | None,
         share: Callable[[], object] | None = None,
         num_chunks: int = 1,
+        starts: list[str] | None = None,
     ) -> None:
-        """num_chunks: of each stage.
+        """num_chunks: of each stage. starts: as bounds_of_blocks has them.
 
         share: cuts layers among the ranks of a stage, once it is known that the model has blocks to be cut along.
         """
         self.num_stages, self.stage_id, self.num_chunks = num_stages, stage_id, num_chunks
         chain = find_blocks(model, num_stages, num_chunks)
-        self.parts = bounds_of_blocks(model, chain, num_stages * num_chunks)
+        self.parts = bounds_of_blocks(model, chain, num_stages * num_chunks, starts)
         parts = parts_of_blocks(self.parts)
         self._model, self._dtype = model, dtype
         self._held: list[_Taken] = []
@@ -296,6 +298,7 @@ def cut_by_blocks(
 
     Errors: ConfigError if the model has no blocks to be cut along, or the ranks do not divide among the stages.
     """
+    starts = starts_of(config)
     rank, num_ranks = place(world)
     stage_id = _C.stage_of_rank(rank, num_stages, num_ranks)
     before = cut_of(model)
@@ -308,7 +311,7 @@ def cut_by_blocks(
             )
         yield parameters
         return
-    cut = BlockCut(model, num_stages, stage_id, _dtype_of(config), share, num_chunks)
+    cut = BlockCut(model, num_stages, stage_id, _dtype_of(config), share, num_chunks, starts)
     model.__dict__[_ATTRIBUTE] = cut
     try:
         with _reduced(optimizer, cut) if isinstance(optimizer, torch.optim.Optimizer) else nullcontext():
