@@ -231,6 +231,8 @@ TEST(Pipeline, RefusesWhatCannotBe) {
   EXPECT_NE(refusal({2, 2}, config_at(0, {2, 2, "gpipe"})).find("2 chunks on each stage"), std::string::npos);
   EXPECT_NE(refusal({2}, config_at(0, {}).with(R"({"parallel": {"pipeline": 3}})")).find("has 2; leave the key out"),
             std::string::npos);
+  const std::string cut = R"({"parallel": {"pipeline": {"stages": 2, "cut": ["3"]}}})";
+  EXPECT_NE(refusal({2}, config_at(0, {}).with(cut)).find("parallel.pipeline.cut is given"), std::string::npos);
   EXPECT_NE(refusal({3}, config_at(0, {})).find("no multiple of the stages"), std::string::npos);
   EXPECT_NE(refusal({2, 0}, config_at(0, {})).find("expected 1 or more runs"), std::string::npos);
 }

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-""" "parallel": {"pipeline": {"stages": N, "cut": …}} says where a model as it is is cut."""
+"""The key parallel.pipeline.cut says where a model as it is is cut."""
 
 import families
 import pytest
