@@ -165,7 +165,8 @@ class DEEPTIDE_API PipelineModule : public torch::nn::Module {
   const World& world() const { return world_; }
   /// Bounds of the parts: part p is chunk p / num_stages of stage p % num_stages.
   const std::vector<int64_t>& bounds() const { return bounds_; }
-  /// Whether a chunk of this stage has a trained parameter of its own.
+  /// Whether each backward of a chunk is a micro-batch of the engine: of those with a trained parameter of their own,
+  /// and of all where this stage trains nothing.
   bool trains(int chunk) const;
   /// Runs the layers of one of this stage's chunks.
   Activations forward(Activations inputs, int chunk = 0) const;

@@ -45,7 +45,8 @@ JsonValue object_of(const Key& section, const JsonValue* given) {
   object.kind = JsonKind::object;
   if (given) object.line = given->line;
   for (const Key& key : section.keys) {
-    const JsonValue* value = find_given(key, given);
+    const bool is_given = section.or_first && given && !given->is(JsonKind::object) && &key == &section.keys.front();
+    const JsonValue* value = is_given ? given : find_given(key, given);
     object.members.push_back({key.name, value ? value->line : object.line, value_of(key, value)});
   }
   return object;

@@ -43,7 +43,8 @@ void refuse_axes(const Config& config) {
   for (const auto& [section, key] : {std::pair{"parallel", "pipeline"}, std::pair{"parallel", "tensor"},
                                      std::pair{"tensor_parallel", "autotp_size"}}) {
     const JsonValue parsed = parse_json(binding::section_text(config, section), "the section");
-    const JsonValue& value = parsed.find(key)->value;
+    const JsonValue& found = parsed.find(key)->value;
+    const JsonValue& value = found.is(JsonKind::object) ? found.find("stages")->value : found;
     if (value.is(JsonKind::null) || value.number <= 1) continue;
     throw ConfigError(
         fmt::format("{}.{} is {}, and the model is a C++ module, which is not cut as it is: make a "

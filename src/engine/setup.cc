@@ -18,6 +18,7 @@
 #include "engine/bind/offload_ratio.h"
 #include "engine/design/optimizer_groups.h"
 #include "engine/engine_impl.h"
+#include "engine/step/across_stages.h"
 
 namespace deeptide {
 
@@ -94,7 +95,12 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
     limits.read_ahead_bytes = model.offloaded()->staging_bytes() - tiers::kSwapBlockBytes;
   residency = std::make_unique<sharding::Residency>(model.sharded(), channels.all(Purpose::gathers), channels.rounds(),
                                                     ledger, model.device(), limits);
-  if (design.rule) make_trainer();
+  if (design.rule) {
+    if (auto* const stages = channels.stages()) {
+      engine::check_stages_train(*stages, model.num_trainable(), config.origin());
+    }
+    make_trainer();
+  }
   boundary = std::make_unique<engine::Boundary>(channels, model, *residency, reducer.get(), arrivals.get());
   saver = std::make_unique<engine::Saver>(channels, config.checkpoint(), optimizer.get(), lost_peers);
   preemption = std::make_unique<engine::Preemption>(channels, config.checkpoint());

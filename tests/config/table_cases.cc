@@ -127,7 +127,7 @@ std::string other_value(const Key& key) {
 
 std::vector<std::string> wrong_values(const Key& key) {
   if (key.kind == Kind::anything) return {};
-  if (nested(key)) return {"1", "[]", "\"word\""};
+  if (nested(key)) return {key.or_first ? "true" : "1", "[]", "\"word\""};
   std::vector<std::string> values = {"{}"};
   if (key.kind != Kind::boolean) values.push_back("true");
   if (key.kind != Kind::integer && key.kind != Kind::number) values.push_back("1");

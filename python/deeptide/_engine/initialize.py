@@ -8,7 +8,7 @@ import contextlib
 import functools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,7 +65,7 @@ def _loader(
 
 def _stages(config: Config, model: torch.nn.Module) -> int:
     """The stages of the model's pipeline; 1 where it is none. Errors: ConfigError if the configuration differs."""
-    if not is_pipeline(model) and json.loads(_C.config_section(config, "parallel"))["pipeline"] is None:
+    if not is_pipeline(model) and json.loads(_C.config_section(config, "parallel"))["pipeline"]["stages"] is None:
         return 1  # without a look at the package of pipelines
     from deeptide.pipeline.engine import check_mesh
 
@@ -116,6 +116,18 @@ def is_pipeline(model: torch.nn.Module) -> bool:
     return isinstance(model, PipelineModule)
 
 
+def groups_of_stages(model: torch.nn.Module) -> Container[int]:
+    """Indices of optimizer groups that any stage of a model's pipeline may train; none without stages.
+
+    Each stage keeps them, also without a parameter.
+    """
+    if not is_pipeline(model):
+        return ()
+    from deeptide.pipeline.cutting.cut import groups_of
+
+    return groups_of(model)
+
+
 def cut(
     model: torch.nn.Module,
     config: Config,
@@ -129,7 +141,7 @@ def cut(
     `model_parameters` without those of other stages. An error inside leaves model and optimizer as they were, but for
     layers that were cut among ranks.
     """
-    stages = json.loads(_C.config_section(config, "parallel"))["pipeline"]
+    stages = json.loads(_C.config_section(config, "parallel"))["pipeline"]["stages"]
     if (stages or 1) == 1 or ("_deeptide_cut" not in model.__dict__ and is_pipeline(model)):
         return contextlib.nullcontext(parameters)
     from deeptide.pipeline.cutting.chunks import chunks_of
@@ -206,7 +218,7 @@ def initialize(
         raise ConfigError("mesh_param is not supported yet; give the axes as parallel.tensor and parallel.pipeline")
     config = tuned(load_config(config, args, config_params), optimizer)
     with cut(model, config, optimizer, model_parameters, world) as own:
-        plan = plan_optimizer(model, parameter_names(model), config, optimizer, own)
+        plan = plan_optimizer(model, parameter_names(model), config, optimizer, own, others=groups_of_stages(model))
         return make_engine(
             _kind_for(model),
             model,

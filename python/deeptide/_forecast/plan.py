@@ -18,7 +18,7 @@ from deeptide._model.describe import check_model, describe, parameter_names
 from deeptide._optimizers.groups import OptimizerSource, ParametersSource, plan_optimizer
 from deeptide.activations.choice import budget_of
 from deeptide.config import ConfigSource, load_config
-from deeptide.pipeline.cutting.chunks import chunks_of
+from deeptide.pipeline.cutting.chunks import chunks_of, starts_of
 
 _GIB = 2**30
 
@@ -220,7 +220,7 @@ def _step(
     policy = json.loads(_C.config_section(config, "activation_checkpointing"))["policy"]
     chunks = chunks_of(config)
     order = Order(section["schedule"], config.batch_sizes(mesh.data).accumulation, chunks, policy == "recompute")
-    names, bounds = bounds_of(model, mesh.pipeline, chunks)
+    names, bounds = bounds_of(model, mesh.pipeline, chunks, starts_of(config))
     micro = measured(model, config, names, batch, mesh.tensor)
     return Step(micro, stages, mesh, on_host, bounds, order).forecast(rates or Rates())
 

@@ -27,7 +27,7 @@ from deeptide.pipeline.cutting.blocks import (
     uses_of_modules,
     uses_of_parameters,
 )
-from deeptide.pipeline.cutting.chunks import chunks_of
+from deeptide.pipeline.cutting.chunks import chunks_of, starts_of
 from deeptide.tensor.axis import size_of
 from deeptide.tensor.cutting.slices import Slice
 from deeptide.tensor.cutting.split import check_plan, plan_for
@@ -65,7 +65,7 @@ class Mesh:
 def mesh_of(config: Config, world_size: int) -> Mesh:
     """The mesh that `initialize` makes of a configuration. Errors: ConfigError if the ranks do not divide."""
     section: dict[str, Any] = json.loads(_C.config_section(config, "parallel"))
-    stages, tensor = section["pipeline"] or 1, size_of(config)
+    stages, tensor = section["pipeline"]["stages"] or 1, size_of(config)
     _C.check_mesh(world_size, stages, tensor, section["data"])
     return Mesh(stages, world_size // (stages * tensor), tensor)
 
@@ -87,21 +87,24 @@ def slices_of_plan(model: nn.Module, config: Config, size: int) -> dict[int, Sli
     return found
 
 
-def bounds_of(model: nn.Module, num_stages: int, num_chunks: int) -> tuple[list[str], list[int]]:
+def bounds_of(
+    model: nn.Module, num_stages: int, num_chunks: int, starts: list[str] | None = None
+) -> tuple[list[str], list[int]]:
     """(the names of the blocks that a cut goes along, bounds of the parts). One part has all numbered blocks."""
     if num_stages == 1:
         names = list(numbered_blocks(model))
         return names, [0, len(names)]
     chain = find_blocks(model, num_stages, num_chunks)
-    return chain.names, bounds_of_blocks(model, chain, num_stages * num_chunks)
+    return chain.names, bounds_of_blocks(model, chain, num_stages * num_chunks, starts)
 
 
-def owners_of(model: nn.Module, num_stages: int, num_chunks: int) -> dict[int, list[int]]:
+def owners_of(model: nn.Module, config: Config, num_stages: int) -> dict[int, list[int]]:
     """{id of a parameter: the stages that use it}; the first owns it, and lends it to the others."""
     if num_stages == 1:
         return {id(parameter): [0] for parameter in model.parameters()}
+    num_chunks = chunks_of(config)
     chain = find_blocks(model, num_stages, num_chunks)
-    parts = parts_of_blocks(bounds_of_blocks(model, chain, num_stages * num_chunks))
+    parts = parts_of_blocks(bounds_of_blocks(model, chain, num_stages * num_chunks, starts_of(config)))
     return uses_of_parameters(model, stages_of(uses_of_modules(model, chain, parts), num_stages))
 
 
@@ -118,7 +121,7 @@ class Parts:
 
     def __init__(self, model: nn.Module, config: Config, mesh: Mesh) -> None:
         self._model, self._mesh = model, mesh
-        self._users = owners_of(model, mesh.pipeline, chunks_of(config))
+        self._users = owners_of(model, config, mesh.pipeline)
         self._slices = slices_of_plan(model, config, mesh.tensor)
         self._held: dict[int, torch.Tensor] = {}
         self._parts: dict[int, Part] = {}
@@ -196,6 +199,7 @@ def plans_of_stages(
         part = parts.of_stage(stage)
         own = [([name for name in group.parameters if name in part.names], group.hyperparameters) for group in groups]
         filled = [_C.ParameterGroup(mine, values) for mine, values in own if mine]
-        options = _C.InitOptions(None, filled, override, None, None)
+        trains = override if filled else ""  # else the stage is frozen
+        options = _C.InitOptions(None, filled, trains, None, None)
         plans.append(_C.plan(part.description, config, options, ranks, on_host, mesh.tensor, part.slices))
     return plans

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -231,8 +231,13 @@ def check_group(given: ParamGroup, plan: OptimizerPlan) -> ParamGroup:
     return group
 
 
-def name_groups(groups: list[ParamGroup], model_names: dict[int, str]) -> list[tuple[int, list[str]]]:
-    """[(group's index, names)] of the trainable parameters. Errors: a parameter not of the model, or given twice."""
+def name_groups(
+    groups: list[ParamGroup], model_names: dict[int, str], others: Container[int] = ()
+) -> list[tuple[int, list[str]]]:
+    """[(group's index, names)] of the trainable parameters. Errors: a parameter not of the model, or given twice.
+
+    others: indices of groups that other stages of a pipeline train: all stages have the same groups.
+    """
     seen: dict[str, int] = {}
     named = []
     for number, group in enumerate(groups):
@@ -252,7 +257,7 @@ def name_groups(groups: list[ParamGroup], model_names: dict[int, str]) -> list[t
             seen[name] = number
             if parameter.requires_grad:
                 names.append(name)
-        if names:
+        if names or number in others:
             named.append((number, names))
     if not named:
         raise ConfigError(
@@ -280,11 +285,15 @@ def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _plan_of_instance(
-    optimizer: torch.optim.Optimizer, model_names: dict[int, str], config: Config, extra_keys: bool
+    optimizer: torch.optim.Optimizer,
+    model_names: dict[int, str],
+    config: Config,
+    extra_keys: bool,
+    others: Container[int],
 ) -> OptimizerPlan:
     info = _info_of_instance(optimizer)
     if info is None:
-        return _plan_of_own(optimizer, model_names, config)
+        return _plan_of_own(optimizer, model_names, config, others)
     if _has_stepped(optimizer):
         raise ConfigError(
             "the optimizer has already stepped, and its moments would be lost; "
@@ -299,7 +308,7 @@ def _plan_of_instance(
         if "match_rms_adamw" in keys_of(info):
             group.setdefault("match_rms_adamw", group.get("adjust_lr_fn") == "match_rms_adamw")
             group.setdefault("use_muon", True)
-    named = name_groups(groups, model_names)
+    named = name_groups(groups, model_names, others)
     return OptimizerPlan(
         info,
         groups,
@@ -315,12 +324,14 @@ def _known(defaults: dict[str, Any], info: OptimizerInfo) -> dict[str, Any]:
     return {key: value for key, value in defaults.items() if key in keys_of(info)}
 
 
-def _plan_of_own(optimizer: torch.optim.Optimizer, model_names: dict[int, str], config: Config) -> OptimizerPlan:
+def _plan_of_own(
+    optimizer: torch.optim.Optimizer, model_names: dict[int, str], config: Config, others: Container[int]
+) -> OptimizerPlan:
     """The plan for an optimizer that no kernel of ours replaces: it steps what the engine lends it."""
     from deeptide._optimizers.custom import PartStepper  # which needs this module
 
     groups = optimizer.param_groups
-    named = name_groups(groups, model_names)
+    named = name_groups(groups, model_names, others)
     needs_whole = why_whole(optimizer)
     if needs_whole and config.zero.allow_untested_optimizer:
         say(
@@ -358,17 +369,19 @@ def plan_optimizer(
     optimizer: OptimizerSource | None = None,
     model_parameters: ParametersSource | None = None,
     extra_keys: bool = False,
+    others: Container[int] = (),
 ) -> OptimizerPlan | None:
     """The plan for what the caller gave; None when neither the caller nor the configuration names an optimizer.
 
-    extra_keys: groups may hold keys of the program's own.
+    extra_keys: groups may hold keys of the program's own. others: as name_groups has them.
     """
     given = None if model_parameters is None else _plain_groups(model_parameters)
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
-        parameters: Any = given or [p for p in model.parameters() if p.requires_grad]
+        trained = [p for p in model.parameters() if p.requires_grad]
+        parameters: Any = given or trained or [{"params": []}]  # torch takes no empty list
         optimizer = optimizer(parameters)
     if isinstance(optimizer, torch.optim.Optimizer):
-        return _plan_of_instance(optimizer, model_names, config, extra_keys)
+        return _plan_of_instance(optimizer, model_names, config, extra_keys, others)
     if optimizer is not None:
         raise ConfigError(
             f"optimizer: got {type(optimizer).__name__}, expected a torch.optim.Optimizer "
@@ -381,8 +394,9 @@ def plan_optimizer(
     _check_keys(groups, info, extra_keys=extra_keys)
     _check_numbers(groups, info)
     if "use_muon" in keys_of(info):
-        groups = muon_groups(groups, model, bool(config.optimizer.defaults["use_muon"]))
-    plan = OptimizerPlan(info, groups, name_groups(groups, model_names), every=given is None, extra_keys=extra_keys)
+        groups, others = muon_groups(groups, model, bool(config.optimizer.defaults["use_muon"]), others)
+    named = name_groups(groups, model_names, others)
+    plan = OptimizerPlan(info, groups, named, every=given is None, extra_keys=extra_keys)
     for group in groups:
         write_group(group, info, read_group(group, info, plan.defaults_of(group, config)))
     return plan

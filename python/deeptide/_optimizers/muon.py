@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -26,7 +26,8 @@ def choice_of(model: torch.nn.Module, by_default: bool) -> Callable[[torch.Tenso
         memory = _memory_of(parameter)
         matrices[memory] = matrices.get(memory, True) and _C.is_muon_matrix(name, list(parameter.shape))
     for module in model.modules():
-        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
+        is_embedding = isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag))
+        if is_embedding and isinstance(module.weight, torch.nn.Parameter):  # else another stage has it
             matrices[_memory_of(module.weight)] = False
 
     def takes(parameter: torch.Tensor) -> bool:
@@ -36,16 +37,26 @@ def choice_of(model: torch.nn.Module, by_default: bool) -> Callable[[torch.Tenso
     return takes
 
 
-def muon_groups(groups: list[dict[str, Any]], model: torch.nn.Module, by_default: bool) -> list[dict[str, Any]]:
-    """The groups, each without a "use_muon" of its own split in two. `by_default`: the configuration's."""
+def muon_groups(
+    groups: list[dict[str, Any]], model: torch.nn.Module, by_default: bool, others: Container[int]
+) -> tuple[list[dict[str, Any]], set[int]]:
+    """The groups, each without a "use_muon" of its own split in two. `by_default`: the configuration's.
+
+    others: indices of groups that other stages of a pipeline train, which may have either half; returned as they are
+    after the split.
+    """
     takes = choice_of(model, by_default)
     split: list[dict[str, Any]] = []
-    for group in groups:
+    kept: set[int] = set()
+    for index, group in enumerate(groups):
+        first = len(split)
         if "use_muon" in group:
             split.append(group)
+            kept.update([first] if index in others else ())
             continue
         for use_muon in (True, False):
             params = [p for p in group["params"] if not isinstance(p, torch.Tensor) or takes(p) == use_muon]
-            if params:
+            if params or index in others:
                 split.append({**group, "params": params, "use_muon": use_muon})
-    return split
+        kept.update(range(first, len(split)) if index in others else ())
+    return split, kept

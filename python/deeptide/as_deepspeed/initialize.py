@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from deeptide import _C
 from deeptide._C import ConfigError
-from deeptide._engine.initialize import cut, is_pipeline, make_engine, tuned
+from deeptide._engine.initialize import cut, groups_of_stages, is_pipeline, make_engine, tuned
 from deeptide._model.describe import check_model, parameter_names
 from deeptide._optimizers.groups import OptimizerPlan, plan_optimizer
 from deeptide._process import world
@@ -74,13 +74,16 @@ def _place(model: torch.nn.Module) -> None:
 
 
 def _plan(model: torch.nn.Module, config: _C.Config, optimizer: Any, model_parameters: Any) -> OptimizerPlan | None:
+    others = groups_of_stages(model)
     if model_parameters is not None and not isinstance(model_parameters, torch.Tensor):
         model_parameters = list(model_parameters)
-        if not model_parameters and optimizer is None:  # an engine for inference
+        if not model_parameters and optimizer is None and not others:  # an engine for inference
             return None
     if isinstance(optimizer, torch.optim.Optimizer) or callable(optimizer):
         model_parameters = model_parameters if callable(optimizer) else None
-    return plan_optimizer(model, parameter_names(model), config, optimizer, model_parameters or None, extra_keys=True)
+    return plan_optimizer(
+        model, parameter_names(model), config, optimizer, model_parameters or None, extra_keys=True, others=others
+    )
 
 
 def initialize(

@@ -18,6 +18,7 @@ from deeptide._process.log import say
 from deeptide._process.reports import told
 from deeptide.data import RepeatingLoader
 from deeptide.engine import Engine
+from deeptide.pipeline.cutting.chunks import starts_of
 from deeptide.pipeline.cutting.cut import BlockCut, cut_of
 from deeptide.pipeline.cutting.digest import digest
 from deeptide.pipeline.errors import PipelineError
@@ -26,14 +27,16 @@ from deeptide.pipeline.schedules import SCHEDULES, simulate
 from deeptide.pipeline.step import batches as micro_batches
 from deeptide.pipeline.step.bubble import Bubble, measured_bubble
 from deeptide.pipeline.step.plain_loop import ADVICE, PlainLoop
-from deeptide.pipeline.step.stage_run import StageRun
+from deeptide.pipeline.step.stage_run import StageRun, trained_chunks
 
 
 def check_mesh(config: Config, model: torch.nn.Module) -> int:
     """The number of stages. Errors: ConfigError if the configuration has another one than the model."""
-    asked = json.loads(_C.config_section(config, "parallel"))["pipeline"]
+    asked = json.loads(_C.config_section(config, "parallel"))["pipeline"]["stages"]
     cut = cut_of(model)
     stages = model.num_stages if isinstance(model, PipelineModule) else 1 if cut is None else cut.num_stages
+    if isinstance(model, PipelineModule) and starts_of(config) is not None:
+        raise ConfigError("parallel.pipeline.cut is given, and a PipelineModule has partition_method; leave it out")
     if asked is None or asked == stages:
         return stages
     name = type(model).__name__
@@ -271,8 +274,7 @@ class PipelineEngine(Engine):
     @property
     def micro_steps(self) -> int:
         """Micro-batches so far."""
-        pieces = sum(self._cut.trains(chunk) for chunk in range(self._cut.num_chunks))
-        return self._core.micro_steps() // max(pieces, 1)
+        return self._core.micro_steps() // len(trained_chunks(self._cut))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The same as `forward`."""

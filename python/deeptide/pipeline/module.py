@@ -16,7 +16,7 @@ from deeptide import _C
 from deeptide._C import ConfigError
 from deeptide.pipeline.cutting.ties import ties_of_layers
 from deeptide.pipeline.layers import LayerSpec, TiedLayerSpec
-from deeptide.pipeline.partition import bounds_of, num_trained
+from deeptide.pipeline.partition import PartCost, bounds_of
 from deeptide.pipeline.place import place
 from deeptide.pipeline.step.batches import split
 
@@ -61,7 +61,11 @@ class PipelineModule(torch.nn.Module):
     and data) is given; consecutive ranks share a stage, and each stage trains with ZeRO over them. loss_fn(outputs,
     labels) runs on the last stage; without it, the last layer returns the loss.
     seed_layers: seeds torch, or calls seed_fn, with base_seed + the layer's number before a layer is built: then every
-    cut of the model begins with the same weights. partition_method: "parameters", "uniform" or "type:REGEX".
+    cut of the model begins with the same weights. partition_method: "parameters", "uniform", "type:REGEX", "profile" or
+    "memory". profile_input: what the first layer takes of a micro-batch, for those two. "profile" measures each layer's
+    forward and backward on rank 0, whose seconds all ranks take, and makes the slowest stage fastest. "memory" makes
+    the largest stage smallest: bytes of parameters, gradients, Adam's states in fp32, and what backward keeps of as
+    many micro-batches as the schedule has alive there; layers run on shapes, without memory.
     activation_checkpoint_interval: so many layers are recomputed together in backward; 0: none. `dynamic_shape` has no
     effect: activations may always change. chunks: so many runs of layers on each stage, chunk 0 of all stages before
     chunk 1: the schedule is then the interleaved one, whose bubble is `chunks` times smaller, for as many more letters.
@@ -85,6 +89,7 @@ class PipelineModule(torch.nn.Module):
         dynamic_shape: bool = False,
         *,
         chunks: int = 1,
+        profile_input: Any = None,
         world: _C.World | None = None,
     ) -> None:
         super().__init__()
@@ -107,10 +112,21 @@ class PipelineModule(torch.nn.Module):
             raise ValueError(
                 f"activation_checkpoint_interval: got {activation_checkpoint_interval}, expected 0 or more"
             )
-        self.parts = bounds_of(self._specs, stages * self.num_chunks, partition_method)
-        self._check_stages()
+        self.parts = bounds_of(
+            self._specs,
+            stages * self.num_chunks,
+            partition_method,
+            None if profile_input is None else self._costs(partition_method, profile_input, world),
+        )
         self._build(seed_layers, seed_fn or _seed, base_seed)
         self.ties = ties_of_layers(self)
+
+    def _costs(self, method: str, sample: Any, world: _C.World | None) -> Callable[[], PartCost]:
+        from deeptide.pipeline import costs
+
+        if method.lower() == "profile":
+            return lambda: costs.time_of_parts(self._specs, sample, world)
+        return lambda: costs.memory_of_parts(self._specs, sample, self.num_stages, self.num_chunks)
 
     def _checked(self, chunks: int) -> int:
         """One stage has all layers, in order. Errors: ValueError."""
@@ -121,26 +137,6 @@ class PipelineModule(torch.nn.Module):
     def _layers_of(self, stage: int) -> list[tuple[int, int]]:
         """The bounds of a stage's chunks."""
         return list(itertools.pairwise(self.parts))[stage :: self.num_stages]
-
-    def _check_stages(self) -> None:
-        """Errors: ConfigError, on all ranks alike, if a stage would have nothing to train."""
-        if self.num_stages == 1:
-            return
-        ties = self.stages_of_ties()
-        for stage in range(self.num_stages):
-            runs = self._layers_of(stage)
-            own = [
-                layer
-                for begin, end in runs
-                for layer in self._specs[begin:end]
-                if not isinstance(layer, TiedLayerSpec) or ties[layer.key][0] == stage
-            ]
-            if not any(map(num_trained, own)):
-                layers = " and ".join(f"{begin} to {end - 1}" for begin, end in runs)
-                raise ConfigError(
-                    f"PipelineModule: stage {stage} of {self.num_stages}, layers {layers}, has no trained "
-                    "parameter of its own, which is not supported yet; take fewer stages or another partition_method"
-                )
 
     def _build(self, seeds: bool, seed: Callable[[int], None], base_seed: int) -> None:
         self.tied_modules = torch.nn.ModuleDict()

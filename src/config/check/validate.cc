@@ -104,7 +104,8 @@ class Walk {
     const JsonValue* object = leaves_default(member) ? &kAbsent : &member->value;
     if (member && is_auto(member->value)) decisions_.push_back(at.shown + ": \"auto\" became absent");
     const bool as_flag = key.or_boolean && object->is(JsonKind::boolean);
-    if (object != &kAbsent && !object->is(JsonKind::object) && !as_flag) {
+    const bool as_first = key.or_first && (object->is(JsonKind::integer) || object->is(JsonKind::number));
+    if (object != &kAbsent && !object->is(JsonKind::object) && !as_flag && !as_first) {
       if (check != Check::names) {
         problems_.add(at.line, at.shown, "expected " + describe_expected(key) + ", got " + shown_value(*object));
       }
@@ -112,7 +113,9 @@ class Walk {
     }
     const Variant* variant = nullptr;
     if (!key.variants.empty() && !choose_variant(key, parent, *object, at, variant)) return;
-    walk_keys(key, variant, as_flag ? kAbsent : *object, at, check_of_children(key, *object, at, check));
+    walk_keys(key, variant, as_flag || as_first ? kAbsent : *object, at, check_of_children(key, *object, at, check));
+    if (as_first)
+      walk_leaf(key.keys.front(), member, {at.path + "." + key.keys.front().name, at.shown, at.line}, check);
     if (as_flag) record_flag(key, *object, at);
   }
 

@@ -214,6 +214,7 @@ ordered_json section_rule(const Key& key, Check check) {
   }
   rule["anyOf"] = ordered_json::array({object, {{"enum", {nullptr, "auto"}}}});
   if (key.or_boolean) rule["anyOf"].push_back({{"type", "boolean"}});
+  if (key.or_first) rule["anyOf"].push_back(typed_rule(key.keys.front(), check));
   // A section that is supported but off may hold any value of the right type.
   if (!key.switch_path.empty() && !restricted(key) && check == Check::all) {
     ordered_json quiet = {{"type", "object"}};

@@ -210,6 +210,11 @@ Key Key::or_flag() && {
   return std::move(*this);
 }
 
+Key Key::or_first_key() && {
+  or_first = true;
+  return std::move(*this);
+}
+
 Key Key::by_type(std::vector<Variant> choices_by_type) && {
   variants = std::move(choices_by_type);
   return std::move(*this);
@@ -338,6 +343,7 @@ std::string describe_expected(const Key& key) {
     case Kind::anything:
       return "a value";
     case Kind::section:
+      if (key.or_first) return "an object, or " + describe_expected(key.keys.front());
       return key.or_boolean ? "an object, true or false" : "an object";
     case Kind::dictionary:
       return "an object with one entry per name";

@@ -71,6 +71,7 @@ struct Key {
   std::vector<Variant> variants;  // further keys of a section, chosen by its sibling "type"
   bool open = false;              // a section that accepts unknown keys and ignores them
   bool or_boolean = false;        // a section that may be written true or false
+  bool or_first = false;          // a section that may be written as the value of its first key, an integer
   std::string switch_path;        // the value below the section that turns it on
   JsonValue switch_off;           // ... and the value that leaves it off
   bool on_when_present = false;
@@ -107,6 +108,7 @@ struct Key {
   Key when_present() &&;
   Key leaves_open() &&;
   Key or_flag() &&;
+  Key or_first_key() &&;
   Key by_type(std::vector<Variant> choices) &&;
 };
 

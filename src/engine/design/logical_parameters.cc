@@ -108,7 +108,7 @@ std::vector<Parameter> distinct_parameters(const std::vector<NamedTensor>& named
 }
 
 at::Device common_device(const std::vector<Parameter>& parameters) {
-  TORCH_CHECK_VALUE(!parameters.empty(), "the model has no parameters: nothing to train");
+  if (parameters.empty()) return at::kCPU;
   const Parameter& first = parameters.front();
   for (const Parameter& p : parameters) {
     TORCH_CHECK_VALUE(p.tensors.front().device() == first.tensors.front().device(), "parameter '", p.name, "' is on ",

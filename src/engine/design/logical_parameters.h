@@ -16,7 +16,7 @@ namespace deeptide::engine {
 /// floating, that overlaps another in part, or whose tied tensors have no contiguous one among them.
 std::vector<sharding::Parameter> distinct_parameters(const std::vector<NamedTensor>& named);
 
-/// Errors: ValueError if there are none, or if they are on several devices.
+/// The CPU if there are none. Errors: ValueError if they are on several devices.
 at::Device common_device(const std::vector<sharding::Parameter>& parameters);
 
 /// Sets each parameter's group; -1 for those that are not trained.

@@ -18,14 +18,18 @@ using engine::StageRun;
 /// The configuration's. Errors: ConfigError for what the model's cut does not go with.
 PipelineSchedule chosen_schedule(const Config& config, const PipelineModule& model) {
   const JsonValue section = parse_json(binding::section_text(config, "parallel"), "the section");
-  const auto asked = [&](const char* key, int is) {
-    const JsonValue& value = section.find(key)->value;
+  const JsonValue& pipeline = section.find("pipeline")->value;
+  const auto asked = [&](const char* key, const JsonValue& value, int is) {
     if (value.is(JsonKind::null) || value.number == is) return;
     throw ConfigError(
         fmt::format("parallel.{} is {}, and the PipelineModule has {}; leave the key out", key, value.number, is));
   };
-  asked("pipeline", model.num_stages());
-  asked("chunks", model.num_chunks());
+  asked("pipeline", pipeline.find("stages")->value, model.num_stages());
+  asked("chunks", section.find("chunks")->value, model.num_chunks());
+  if (to_text(pipeline.find("cut")->value).find("by_block") == std::string::npos) {
+    throw ConfigError(
+        "parallel.pipeline.cut is given, and a PipelineModule is cut by its own bounds; leave the key out");
+  }
   const std::string name = section.find("schedule")->value.string;
   if (name == "zero_bubble") {
     throw ConfigError(

@@ -85,30 +85,14 @@ void PipelineModule::choose_bounds(const Layers& layers) {
     return;
   }
   const int parts = options_.num_stages * options_.chunks;
-  std::vector<double> weights;
-  for (const PipelineLayer& layer : layers) weights.push_back(static_cast<double>(num_trained(layer)));
   if (!options_.bounds.empty()) {
     bounds_ = options_.bounds;
   } else if (options_.partition == PipelinePartition::uniform) {
     bounds_ = uniform_bounds(std::ssize(layers), parts);
   } else {
+    std::vector<double> weights;
+    for (const PipelineLayer& layer : layers) weights.push_back(static_cast<double>(num_trained(layer)));
     bounds_ = balanced_bounds(weights, parts);
-  }
-  const auto stages_of_key = stages_of_keys(layers);
-  for (int stage = 0; stage < options_.num_stages; ++stage) {
-    double trained = 0.0;
-    for (const auto& [begin, end] : runs_of(stage)) {
-      for (int64_t index = begin; index < end; ++index) {
-        const std::string& key = layers[index].key();
-        if (key.empty() || stages_of_key.at(key).front() == stage) trained += weights[index];
-      }
-    }
-    if (trained == 0.0) {
-      throw ConfigError(
-          fmt::format("PipelineModule: stage {} of {} has no trained parameter of its own, which is not supported yet; "
-                      "take fewer stages, or other bounds",
-                      stage, options_.num_stages));
-    }
   }
 }
 
@@ -167,7 +151,10 @@ void PipelineModule::add(const Layers& layers, int64_t index,
   steps_[chunk].push_back(layer.forward_of(made));
 }
 
-bool PipelineModule::trains(int chunk) const { return trains_.at(static_cast<size_t>(chunk)); }
+bool PipelineModule::trains(int chunk) const {
+  const bool any = std::ranges::find(trains_, true) != trains_.end();
+  return !any || trains_.at(static_cast<size_t>(chunk));
+}
 
 Activations PipelineModule::forward(Activations inputs, int chunk) const {
   return run(steps_.at(static_cast<size_t>(chunk)), std::move(inputs));

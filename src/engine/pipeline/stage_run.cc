@@ -88,7 +88,7 @@ void StageRun::prepare(const std::vector<StageInstruction>& order, bool training
     if (each.action == StageAction::receive_gradient) ++due[neighbour(each.chunk, 1).stage];
     if (each.action != StageAction::backward) continue;
     final_ = piece;
-    // A chunk without a trained parameter has no gradients to reduce.
+    // Others have no gradients to reduce.
     if (!model_.trains(each.chunk)) continue;
     closing_.insert(piece);
     last_trained = piece;

@@ -3,6 +3,8 @@
 // Each rank asks those of the other stages that have its batches: a stage's own ranks know the same already.
 #include "engine/step/across_stages.h"
 
+#include <c10/util/Exception.h>
+
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -25,6 +27,13 @@ struct Blame {
 };
 
 }  // namespace
+
+void check_stages_train(Stages& stages, int64_t num_trained, const std::string& trained_by) {
+  const auto all = stages.exchange(num_trained, {"start", "asking the other stages for trained parameters"});
+  TORCH_CHECK_VALUE(std::ranges::any_of(all, [](int64_t each) { return each > 0; }),
+                    "the model has no trainable parameters (requires_grad is false on all of each of its ", all.size(),
+                    " stages, or no optimizer group has them), but ", trained_by, " configures an optimizer");
+}
 
 double sum_over_stages(Stages& stages, double squares) {
   double total = 0.0;

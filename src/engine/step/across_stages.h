@@ -3,6 +3,7 @@
 // Lets the stages of a pipeline act alike in a step: one norm, one verdict, one name for what is bad.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -10,6 +11,10 @@
 #include "engine/bind/stages.h"
 
 namespace deeptide::engine {
+
+/// Collective over the mesh. Errors: ValueError, on all ranks, if no stage has a trained parameter, though `trained_by`
+/// configures an optimizer. `num_trained`: elements of this stage's.
+void check_stages_train(Stages& stages, int64_t num_trained, const std::string& trained_by);
 
 /// Collective over the mesh. Returns the sum over the stages, in their order, of what all ranks of a stage have alike:
 /// each element counts once, since one stage holds it.

@@ -225,7 +225,8 @@ std::optional<StepOutcome> Stepper::step(bool joined) {
   if (all([](const Close& c) { return c.joined; })) return std::nullopt;
   parts_.reducer->finish(most_rounds(closes));
   TORCH_CHECK_VALUE(
-      parts_.reducer->has_gradient() || !all([](const Close& c) { return !c.has_gradient; }),
+      parts_.model.trainable().empty() || parts_.reducer->has_gradient() ||
+          !all([](const Close& c) { return !c.has_gradient; }),
       "step() before backward(): no rank has a gradient. Call engine.backward(loss) or loss.backward() first. If you "
       "did, the model's parameters are no longer those given to initialize: load_state_dict(assign=True) and the "
       "like replace them; load in place.");

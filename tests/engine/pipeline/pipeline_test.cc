@@ -231,20 +231,58 @@ TEST(Pipeline, RefusesWhatCannotBe) {
   EXPECT_NE(refusal({2, 2}, config_at(0, {2, 2, "gpipe"})).find("2 chunks on each stage"), std::string::npos);
   EXPECT_NE(refusal({2}, config_at(0, {}).with(R"({"parallel": {"pipeline": 3}})")).find("has 2; leave the key out"),
             std::string::npos);
+  const std::string cut = R"({"parallel": {"pipeline": {"stages": 2, "cut": ["3"]}}})";
+  EXPECT_NE(refusal({2}, config_at(0, {}).with(cut)).find("parallel.pipeline.cut is given"), std::string::npos);
   EXPECT_NE(refusal({3}, config_at(0, {})).find("no multiple of the stages"), std::string::npos);
   EXPECT_NE(refusal({2, 0}, config_at(0, {})).find("expected 1 or more runs"), std::string::npos);
 }
 
-TEST(Pipeline, RefusesAStageWithNothingToTrain) {
+TEST(Pipeline, RefusesBoundsOfOtherLayers) {
   run_ranks(2, [](const World& world) {
     PipelineOptions options = options_of(world, {2});
-    options.bounds = {0, 6, 7};
-    std::vector<PipelineLayer> layers = layers_with(false);
-    layers.resize(7, layers.front());
-    EXPECT_NE(error_of([&] { PipelineModule(layers, options); }).find("no trained parameter"), std::string::npos);
-    options.bounds = {0, 9, 7};
-    EXPECT_NE(error_of([&] { PipelineModule(layers, options); }).find("bounds: got 3"), std::string::npos);
+    options.bounds = {0, 10, 9};
+    EXPECT_NE(error_of([&] { PipelineModule(layers_with(false), options); }).find("bounds: got 3"), std::string::npos);
   });
+}
+
+/// Trains with the first `frozen` layers frozen; 9: all.
+Trained train_frozen(const World& world, const Cut& cut, const Config& config, int64_t frozen) {
+  const auto model = module_of(world, cut, false);
+  for (const auto& child : model->named_children()) {
+    if (std::stoll(child.key()) >= frozen) continue;
+    for (at::Tensor& parameter : child.value()->parameters()) parameter.set_requires_grad(false);
+  }
+  PipelineEngine engine(model, loss_of, config);
+  Trained trained;
+  const auto next = batches_of(engine);
+  for (int step = 0; step < kSteps; ++step) trained.losses.push_back(engine.train_batch(next).loss);
+  EXPECT_EQ(engine.engine().global_steps(), kSteps);
+  return trained;
+}
+
+TEST(Pipeline, AStageThatTrainsNothingGivesTheBitsOfTheUncutModel) {
+  for (const Cut& cut : {Cut{2}, Cut{3}, Cut{2, 2}}) {
+    for (const int zero_stage : {0, 1, 2, 3}) {
+      std::vector<Trained> found(cut.stages * kData), uncut(kData);
+      run_ranks(kData,
+                [&](const World& world) { uncut[world.rank] = train_frozen(world, {}, config_at(zero_stage, {}), 7); });
+      run_ranks(cut.stages * kData, [&](const World& world) {
+        found[world.rank] = train_frozen(world, cut, config_at(zero_stage, cut), 7);
+      });
+      EXPECT_NE(uncut[0].losses.front(), uncut[0].losses.back());
+      for (const Trained& each : found) EXPECT_EQ(each.losses, uncut[0].losses);
+    }
+  }
+}
+
+TEST(Pipeline, StagesThatAllTrainNothingAreRefusedOnAllRanks) {
+  std::vector<std::string> errors(2 * kData);
+  run_ranks(2 * kData, [&](const World& world) {
+    errors[world.rank] = error_of([&] { train_frozen(world, {2}, config_at(1, {}), 9); });
+  });
+  for (const std::string& error : errors) {
+    EXPECT_NE(error.find("on all of each of its 2 stages"), std::string::npos) << error;
+  }
 }
 
 TEST(Pipeline, AStageThatFailsIsNamedToTheOthers) {

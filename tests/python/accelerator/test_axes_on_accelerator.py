@@ -43,7 +43,7 @@ def train(kind, stage, gas, more, number):
     """Ranks that share layers, all on one batch: what they compute is what one rank does."""
     controls = begin()
     schedule = ("random", "late_default", "late_others")[number % 3]
-    controls.configure(schedule, max_delay_us=300, seed=number, connections=number % 2)
+    controls.configure(schedule, max_delay_us=300, seed=number, connections=number % 2, patience=20)
     expected, before = alone(kind, stage, gas, more), controls.used_bytes()
     engine = start(kind, meshes.config(kind, stage, tensor=2, gas=gas, **more))
     losses, norms = placed_steps(engine, kind, gas)
@@ -68,7 +68,7 @@ def test_ranks_that_share_layers_train_as_one(kind, stage):
 def train_twice_as_wide(stage):
     """Two teams of two, each with half of the batches."""
     controls = begin()
-    controls.configure("late_default", max_delay_us=300, connections=1)
+    controls.configure("late_default", max_delay_us=300, connections=1, patience=20)
     engine = start("llama", meshes.config("llama", stage, tensor=2, gas=2))
     losses, norms = placed_steps(engine, "llama", 2)
     assert engine.mesh == {"pipe": 1, "data": 2, "tensor": 2}

@@ -14,7 +14,10 @@ _DUAL = "DualPipeV is not here; PipelineModule trains by 1f1b, gpipe, interleave
 _PIPE_ENGINE = (
     "has train_batch() and eval_batch(); stages exchange by Deeptide's channels, and ZeRO 0 to 3 goes with it"
 )
-_PIPE_MODULE = 'partition_method "profile" is refused, as in DeepSpeed; the axes of topology are pipe and data'
+_PIPE_MODULE = (
+    'partition_method "profile" and "memory" work too, on a micro-batch in profile_input; the axes of topology are '
+    "pipe and data"
+)
 _MOE = "there is no expert parallelism yet; MoE layers of transformers work with ZeRO as they are"
 _TENSOR = "ranks share layers by neighbours; on CPUs; a small forward is compared with the whole model's"
 _SEQUENCE = "there is no sequence parallelism yet; use gradient checkpointing for long sequences"

@@ -164,11 +164,38 @@ def _longest(model: torch.nn.Module, num_parts: int, asked: str) -> Blocks:
     return found[0]
 
 
-def bounds_of_blocks(model: torch.nn.Module, chain: Chain, num_parts: int) -> list[int]:
+def _bounds_at(chain: Chain, num_parts: int, starts: list[str]) -> list[int]:
+    """Bounds of parts that begin with these blocks. Errors: ConfigError."""
+    names, subject = chain.names, f"parallel.pipeline.cut is {starts}"
+    for name in starts:
+        if name not in names:
+            known = ", ".join(names if len(names) <= 4 else [*names[:2], "…", names[-1]])
+            raise ConfigError(f"{subject}, and '{name}' is none of the model's blocks, which are {known}")
+    if len(starts) != num_parts - 1:
+        raise ConfigError(
+            f"{subject}: got {len(starts)} names for {num_parts} parts of the blocks, expected {num_parts - 1}, of the "
+            "first block of each part but the first"
+        )
+    bounds = [0, *map(names.index, starts), len(names)]
+    for before, after in itertools.pairwise(bounds):
+        if after <= before:
+            raise ConfigError(
+                f"{subject}: '{names[after]}' begins no later than the part before it, which begins with "
+                f"'{names[before]}'; give names in the blocks' order, without the first block"
+            )
+    return bounds
+
+
+def bounds_of_blocks(
+    model: torch.nn.Module, chain: Chain, num_parts: int, starts: list[str] | None = None
+) -> list[int]:
     """Bounds of the parts' blocks, by trained parameters: what follows the blocks counts with the last one.
 
     A part is a stage, or a chunk of one: chunk 0 of each stage, chunk 1 of each, and so on.
+    starts: names of the first block of each part but the first. Errors: ConfigError if they are no such names.
     """
+    if starts is not None:
+        return _bounds_at(chain, num_parts, starts)
     weights = [float(sum(parameter.numel() for parameter in block.parameters())) for block in chain.blocks]
     places = Places(chain, [0] * len(weights))
     after = {

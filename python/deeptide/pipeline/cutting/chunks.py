@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of blocks on each stage, as the configuration asks for them."""
+"""Runs of blocks on each stage and the blocks they begin with, as the configuration asks for them."""
 
 from __future__ import annotations
 
@@ -24,3 +24,17 @@ def chunks_of(config: Config) -> int:
             'each stage: give "schedule": "interleaved"'
         )
     return 1
+
+
+def starts_of(config: Config) -> list[str] | None:
+    """Names of the blocks with which the parts after the first begin; None: by parameters. Errors: ConfigError."""
+    cut: str | list[str] = json.loads(_C.config_section(config, "parallel"))["pipeline"]["cut"]
+    names = [cut] if isinstance(cut, str) else cut
+    if names == ["by_block"]:
+        return None
+    if names == ["by_operator"]:
+        raise ConfigError(
+            'parallel.pipeline.cut is "by_operator", which is not supported yet; give "by_block", or a list of the '
+            "names of the blocks with which the stages after the first begin"
+        )
+    return names

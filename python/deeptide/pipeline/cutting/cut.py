@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -24,6 +25,7 @@ from deeptide.pipeline.cutting.blocks import (
     uses_of_modules,
     uses_of_parameters,
 )
+from deeptide.pipeline.cutting.chunks import starts_of
 from deeptide.pipeline.cutting.ties import Place, Tie, Ties
 from deeptide.pipeline.passing.elsewhere import Elsewhere
 from deeptide.pipeline.passing.hidden import Hidden, state_of
@@ -72,6 +74,7 @@ class BlockCut:
     """
 
     loss_fn: Callable[[Any, Any], torch.Tensor] | None = None  # of the step that runs
+    trained_groups: Container[int] = range(sys.maxsize)  # of the optimizer; all, where the program makes them later
 
     def __init__(
         self,
@@ -81,20 +84,20 @@ class BlockCut:
         dtype: torch.dtype | None,
         share: Callable[[], object] | None = None,
         num_chunks: int = 1,
+        starts: list[str] | None = None,
     ) -> None:
-        """num_chunks: of each stage.
+        """num_chunks: of each stage. starts: as bounds_of_blocks has them.
 
         share: cuts layers among the ranks of a stage, once it is known that the model has blocks to be cut along.
         """
         self.num_stages, self.stage_id, self.num_chunks = num_stages, stage_id, num_chunks
         chain = find_blocks(model, num_stages, num_chunks)
-        self.parts = bounds_of_blocks(model, chain, num_stages * num_chunks)
+        self.parts = bounds_of_blocks(model, chain, num_stages * num_chunks, starts)
         parts = parts_of_blocks(self.parts)
         self._model, self._dtype = model, dtype
         self._held: list[_Taken] = []
         self._part_uses = uses_of_modules(model, chain, parts)
         self._uses = stages_of(self._part_uses, num_stages)
-        self._check_stages(chain)
         if share is not None:
             share()
         self.ties = Ties(self._ties(), stage_id)
@@ -119,19 +122,6 @@ class BlockCut:
 
     def _stages_of(self) -> dict[int, list[int]]:
         return uses_of_parameters(self._model, self._uses)
-
-    def _check_stages(self, chain: Chain) -> None:
-        """Errors: ConfigError, on all ranks alike, if a stage would have nothing to train."""
-        stages_of = self._stages_of()
-        trained = {stages_of[id(p)][0] for p in self._model.parameters() if p.requires_grad}
-        bounds = list(itertools.pairwise(self.parts))
-        for stage in range(self.num_stages):
-            if stage not in trained:
-                blocks = " and ".join(f"{begin} to {end - 1}" for begin, end in bounds[stage :: self.num_stages])
-                raise ConfigError(
-                    f"parallel.pipeline: stage {stage} of {self.num_stages}, with the blocks {blocks} of "
-                    f"{chain.path}, has no trained parameter of its own, which is not supported yet; take fewer stages"
-                )
 
     def _ties(self) -> list[Tie]:
         """The ties of parameters that several stages use: one for each set of stages."""
@@ -244,14 +234,21 @@ class BlockCut:
             return given
         items: Any = list(given)
         groups = _plain_groups(items) if items else []
+        self.note_groups(groups)
         for group in groups:
             group["params"] = [p for p in group["params"] if id(p) not in self.taken]
         return groups
 
+    def note_groups(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Notes which of the whole model's optimizer groups are trained."""
+        self.trained_groups = {i for i, group in enumerate(groups) if any(p.requires_grad for p in group["params"])}
+
 
 @contextmanager
-def _reduced(optimizer: torch.optim.Optimizer, taken: set[int]) -> Iterator[None]:
+def _reduced(optimizer: torch.optim.Optimizer, cut: BlockCut) -> Iterator[None]:
     """Takes other stages' parameters out of an optimizer's groups and states; an error inside brings them back."""
+    taken = cut.taken
+    cut.note_groups(optimizer.param_groups)
     groups = [list(group["params"]) for group in optimizer.param_groups]
     states = dict(optimizer.state)
     for group in optimizer.param_groups:
@@ -270,6 +267,14 @@ def _reduced(optimizer: torch.optim.Optimizer, taken: set[int]) -> Iterator[None
 def cut_of(model: torch.nn.Module) -> BlockCut | None:
     """The model's cut, if it has one."""
     return model.__dict__.get(_ATTRIBUTE)
+
+
+def groups_of(model: torch.nn.Module) -> Container[int]:
+    """Indices of optimizer groups that a stage of the model's may train; none of a model with one stage."""
+    cut = cut_of(model)
+    if cut is not None:
+        return cut.trained_groups
+    return range(sys.maxsize if model.num_stages > 1 else 0)  # type: ignore[operator]
 
 
 def _dtype_of(config: Config) -> torch.dtype | None:
@@ -293,6 +298,7 @@ def cut_by_blocks(
 
     Errors: ConfigError if the model has no blocks to be cut along, or the ranks do not divide among the stages.
     """
+    starts = starts_of(config)
     rank, num_ranks = place(world)
     stage_id = _C.stage_of_rank(rank, num_stages, num_ranks)
     before = cut_of(model)
@@ -305,10 +311,10 @@ def cut_by_blocks(
             )
         yield parameters
         return
-    cut = BlockCut(model, num_stages, stage_id, _dtype_of(config), share, num_chunks)
+    cut = BlockCut(model, num_stages, stage_id, _dtype_of(config), share, num_chunks, starts)
     model.__dict__[_ATTRIBUTE] = cut
     try:
-        with _reduced(optimizer, cut.taken) if isinstance(optimizer, torch.optim.Optimizer) else nullcontext():
+        with _reduced(optimizer, cut) if isinstance(optimizer, torch.optim.Optimizer) else nullcontext():
             yield cut.own(parameters)
     except BaseException:
         cut.undo()

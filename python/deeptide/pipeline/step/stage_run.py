@@ -52,6 +52,11 @@ _OF_WEIGHTS = (StageAction.backward, StageAction.backward_weight)
 _SOURCES = {StageAction.receive_activation: -1, StageAction.receive_gradient: 1}  # parts before and after the own one
 
 
+def trained_chunks(model: StageModel) -> list[int]:
+    """The chunks whose backwards are the core's micro-batches: on a stage that trains nothing all of them."""
+    return [chunk for chunk in range(model.num_chunks) if model.trains(chunk)] or list(range(model.num_chunks))
+
+
 class StageRun:
     """Runs steps of one stage. `stage` is None where the pipeline has one stage alone.
 
@@ -137,7 +142,7 @@ class StageRun:
         backwards = [(each.chunk, each.micro_batch) for each in order if each.action in _OF_WEIGHTS]
         self._final = backwards[-1] if backwards else (0, 0)
         # A chunk without a trained parameter has no gradients to reduce. What would close last closes with the step.
-        trained = {chunk for chunk in range(self._chunks) if self._model.trains(chunk)}
+        trained = trained_chunks(self._model)
         closing = [piece for piece in backwards if piece[0] in trained]
         self._closing = {*closing[:-1], self._final}
         for held in (self._received, self._sent, self._gradients, self._inputs):

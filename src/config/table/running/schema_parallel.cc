@@ -24,8 +24,14 @@ Key parallel_section() {
   return section(
              "parallel", "How ranks divide into axes. Those of one stage share its layers by ZeRO.",
              {
-                 integer("pipeline", {}, "Stages of a pipeline. A PipelineModule has as many; other models are cut.")
-                     .at_least(1),
+                 section(
+                     "pipeline", "Stages of a pipeline; a number stands for that of stages.",
+                     {integer("stages", {}, "Stages. A PipelineModule has as many; other models are cut.").at_least(1),
+                      list("cut", Kind::word, words({"by_block"}),
+                           "by_block: stages get consecutive blocks, by their parameters; or names of the blocks "
+                           "with which the stages after the first begin, and with chunks their later runs.")
+                          .or_one()})
+                     .or_first_key(),
                  integer("tensor", 1, "Ranks that share each layer, neighbours on one host.").at_least(1),
                  integer("data", {}, "Ranks that train on different batches.")
                      .at_least(1)

@@ -77,6 +77,15 @@ def test_a_weight_that_two_stages_use_is_one_stages_and_lent_to_the_other():
     assert "stage 1 also holds 368 elements that other stages lend it" in str(plan)
 
 
+def test_a_stage_may_be_frozen():
+    model = families.make("llama")
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[:2].requires_grad_(False)
+    plan = deeptide.plan(model, families.config(1, 2, 2), world_size=4)
+    assert [stage.core.num_trained > 0 for stage in plan.stages] == [False, True]
+    assert sum(stage.core.num_parameters for stage in plan.stages) == sum(p.numel() for p in model.parameters())
+
+
 def test_planning_changes_nothing_in_the_model():
     model = families.make("gpt2")
     before = {name: (id(p), p.shape) for name, p in model.named_parameters()}

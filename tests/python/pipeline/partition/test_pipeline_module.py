@@ -39,7 +39,9 @@ def test_methods_count_trained_parameters_or_names_of_classes():
 @pytest.mark.parametrize(
     ("method", "num_stages", "kind", "text"),
     [
-        ("profile", 2, NotImplementedError, r"got 'profile', expected .* \(profile and memory are not supported yet\)"),
+        ("profiles", 2, NotImplementedError, r"got 'profiles', expected 'uniform', .* 'profile', 'memory'"),
+        ("profile", 2, ConfigError, "'profile': give profile_input"),
+        ("memory", 2, ConfigError, "'memory': give profile_input"),
         ("type:", 2, NotImplementedError, "got 'type:', expected"),
         ("type:(", 2, ConfigError, "no regular expression"),
         ("type:Conv", 2, ConfigError, "finds none of the layers' classes, which are Linear"),
@@ -90,18 +92,6 @@ def impossible(world):
         PipelineModule(stages.layers(), num_stages=7, world=world)
     with pytest.raises(RuntimeError, match="got neither num_stages nor topology"):
         PipelineModule(stages.layers(), world=world)
-
-
-def without_parameters(world):
-    with pytest.raises(ConfigError, match="stage 1 of 2, layers 3 to 4, has no trained parameter of its own"):
-        PipelineModule([Linear(2, 2)] * 3 + [torch.tanh, ReLU()], 2, partition_method="uniform", world=world)
-    tied = TiedLayerSpec("key", Linear, 2, 2)
-    with pytest.raises(ConfigError, match="stage 1 of 2, layers 1 to 1, has no trained parameter of its own"):
-        PipelineModule([tied, tied], 2, world=world)
-
-
-def test_a_stage_without_parameters_is_refused_on_all_ranks():
-    run_ranks(2, without_parameters)
 
 
 def test_a_mesh_that_cannot_be_names_the_nearest_ones():
