@@ -59,14 +59,6 @@ std::vector<std::string> in_order(const std::string& path, const FilesByRank& fi
 
 }  // namespace
 
-bool is_deepspeed_folder(const std::string& path) {
-  if (!is_folder(path)) return false;
-  for (const std::string& name : list_folder(path)) {
-    if (ends_as(name, kModelEnd) || ends_as(name, kOptimizerEnd)) return true;
-  }
-  return exists(path + "/zero/optimizer_state.pt");
-}
-
 DeepspeedFolder list_deepspeed_folder(const std::string& path) {
   const bool is_universal = is_folder(path + "/zero");
   FilesByRank models, optimizers;

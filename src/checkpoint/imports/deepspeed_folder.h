@@ -18,8 +18,6 @@ struct DeepspeedFolder {
   std::string file(const std::string& name) const { return path + "/" + name; }
 };
 
-/// Whether DeepSpeed saved what is in the folder.
-bool is_deepspeed_folder(const std::string& path);
 /// Errors: CheckpointError when ranks' files are missing, and for what is not read: tensor and pipeline parallel
 /// parts, experts.
 DeepspeedFolder list_deepspeed_folder(const std::string& path);

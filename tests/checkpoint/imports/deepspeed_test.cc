@@ -7,6 +7,7 @@
 #include "checkpoint/imports/deepspeed_folder.h"
 #include "checkpoint/imports/open_checkpoint.h"
 #include "checkpoint/imports/torch_zip.h"
+#include "checkpoint/load/other_folders.h"
 #include "checkpoint/scratch.h"
 #include "errors.h"
 
