@@ -18,13 +18,19 @@ def main(arguments: list[str] | None = None) -> int:
         description="Writes a checkpoint of DeepSpeed (ZeRO stages 0 to 3, pipelines, or universal), or weights of "
         "Hugging Face, in Deeptide's form. load_checkpoint reads either as it is, too.",
     )
-    parser.add_argument("source", help="the folder that DeepSpeed's save_checkpoint or save_pretrained was given, or a file")
+    parser.add_argument(
+        "source", help="the folder that DeepSpeed's save_checkpoint or save_pretrained was given, or a file"
+    )
     parser.add_argument("directory", help="where to write: a folder of tags, as save_checkpoint is given")
     parser.add_argument(
         "-t", "--tag", default="", help="the checkpoint in source; without it the one of latest_universal or latest"
     )
     parser.add_argument(
-        "--as", dest="new_tag", default="", metavar="TAG", help="its tag in directory; the same as there, of weights 'weights'"
+        "--as",
+        dest="new_tag",
+        default="",
+        metavar="TAG",
+        help="its tag in directory; the same as there, of weights 'weights'",
     )
     options = parser.parse_args(arguments)
     try:

@@ -20,20 +20,19 @@ namespace {
 constexpr const char* kUniversalTag = "latest_universal";
 
 Reader read_deepspeed(const std::string& path) {
-  const DeepspeedFolder folder = list_deepspeed_folder(path);
-  const TorchFile model(folder.file(folder.models.front()));
-  const OptimizerInfo* optimizer = optimizer_of(model);
+  const DeepspeedModel model(path);
+  const OptimizerInfo* optimizer = optimizer_of(model.first());
   ForeignTable table(optimizer);
-  if (folder.universal) {
-    read_universal_states(folder, model, table);
-  } else if (!folder.optimizers.empty()) {
-    read_zero_partitions(folder, model, table);
+  if (model.folder().universal) {
+    read_universal_states(model, table);
+  } else if (!model.folder().parts.front().optimizers.empty()) {
+    read_zero_partitions(model, table);
   } else {
-    read_unsharded_states(model, folder.models.front(), table);
+    read_unsharded_states(model, table);
   }
-  read_module(folder, model, table);
+  read_module(model, table);
   ManifestTable contents;
-  contents.manifest = deepspeed_manifest(folder, model, table.steps(), optimizer);
+  contents.manifest = deepspeed_manifest(model.folder(), model.first(), table.steps(), optimizer);
   contents.tensors = table.finish(path);
   return {path, std::move(contents)};
 }

@@ -46,7 +46,7 @@ def load(world, folder, logits, stage, precision, how):
         **({"bf16": {"enabled": True}} if precision == "bf16" else {}),
     }
     engine, *_ = deeptide.initialize(model=model, config=config, world=world)
-    with pytest.raises(deeptide.CheckpointError, match="has no optimizer states.*load_optimizer_states=False"):
+    with pytest.raises(deeptide.CheckpointError, match=r"has no optimizer states.*load_optimizer_states=False"):
         engine.load_checkpoint(folder)
     path, client_state = engine.load_checkpoint(folder, **{how: how == "load_module_only"})
     assert path == os.path.join(folder, "weights")
@@ -167,7 +167,7 @@ def test_errors_name_file_and_tensor(tmp_path, spoil):
 
 
 def test_what_cannot_be_imported_is_told(tmp_path):
-    with pytest.raises(deeptide.CheckpointError, match="no checkpoint in .*nor weights"):
+    with pytest.raises(deeptide.CheckpointError, match=r"no checkpoint in .*nor weights"):
         deeptide.import_checkpoint(tmp_path, tmp_path / "made")
     (tmp_path / ".metadata").touch()
     with pytest.raises(deeptide.CheckpointError, match=r"it is one of torch\.distributed\.checkpoint"):
