@@ -19,7 +19,8 @@ from parallel_runs import PIPELINES, TENSORS, make_llama
 import deeptide
 
 GOLDEN = Path(__file__).parents[1] / "golden_deepspeed_parallel.tar.xz"
-# Sums in another order, by another machine's kernels, which Adam's first steps enlarge. In bf16 one rounding is 4e-3 of a value.
+# Sums in another order, by another machine's kernels, which Adam's first steps enlarge.
+# In bf16 one rounding is 4e-3 of a value.
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 UNNAMED = "pipeline-0-fp32-tied"
 
