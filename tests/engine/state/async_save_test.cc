@@ -226,7 +226,7 @@ TEST_P(AsyncSaveFaults, LoseNothingWhateverRequestFails) {
     train(session, 0, 1);
     std::unique_ptr<OneRefusal> refusal;
     const auto refuse = [&](int request, int error) {
-      session.step(1);  // all ranks are here, and no save is under way
+      session.step(1);                       // all ranks are here, and no save is under way
       if (world.rank == 0) refusal.reset();  // first: its end lets all through
       if (world.rank == 0) refusal = std::make_unique<OneRefusal>(request, error);
       session.step(1);

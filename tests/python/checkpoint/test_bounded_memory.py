@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import deeptide
+
 MIB = 1 << 20
 LARGEST, COUNT = 96, 6  # MiB of each tensor, and how many: more than the limit together
 ABOVE = 256  # MiB
@@ -22,11 +24,12 @@ def write_checkpoint(folder, role="master"):
     header, tensors = {"__metadata__": {"save": "feed"}}, []
     for number in range(COUNT):
         name = f"w{number // 3}" if role == "master" else f"w{number}"
-        own = ("master", "moment.exp_avg", "moment.exp_avg_sq")[number % 3] if role == "master" else role
+        own = ("master", "exp_avg", "exp_avg_sq")[number % 3] if role == "master" else role
+        kind = {"role": "moment", "moment": own} if own.startswith("exp_") else {"role": own}
         begin = 4 * numel * number
         header[f"{name}/{own}"] = {"dtype": "F32", "shape": [numel], "data_offsets": [begin, begin + 4 * numel]}
         piece = {"offsets": [0], "sizes": [numel], "file": "rank_00000.safetensors", "offset": 2048 + begin}
-        tensors.append({"name": name, "role": own, "shape": [2, numel // 2], "dtype": "F32", "pieces": [piece]})
+        tensors.append({"name": name, **kind, "shape": [2, numel // 2], "dtype": "F32", "pieces": [piece]})
     text = json.dumps(header).encode().ljust(2040)
     with open(folder / "large" / "rank_00000.safetensors", "wb") as file:
         file.write((2040).to_bytes(8, "little") + text)
@@ -88,7 +91,29 @@ def test_an_export_takes_little_memory(tmp_path, form, role):
     write_checkpoint(tmp_path / "saved", role)
     written = check(form, tmp_path / "saved", tmp_path / "out")
     weights_alone = role == "master" and form in ("safetensors", "state_dict")
-    assert written == LARGEST * (COUNT // 3 if weights_alone else COUNT)
+    twice = role == "param" and form == "universal"  # under the names of two stages
+    assert written == LARGEST * (COUNT // 3 if weights_alone else 2 * COUNT if twice else COUNT)
+
+
+def test_what_fills_a_universal_file_is_what_torch_reads(tmp_path):
+    torch.manual_seed(0)
+    state = {
+        "brain": torch.randn(7, 5).bfloat16(),
+        "counts": torch.arange(11),
+        "empty": torch.empty(0, 3),
+        "large": torch.randn(3, MIB),  # several blocks
+        "scalar": torch.tensor(2.5),
+    }
+    save_file(state, tmp_path / "model.safetensors")
+    made = deeptide.import_checkpoint(tmp_path / "model.safetensors", tmp_path / "saved")
+    deeptide.checkpoint.export(made, tmp_path / "out", "universal")
+    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
+        found = torch.load(tmp_path / "out" / "weights" / name, weights_only=True)
+        assert found["global_steps"] == 0
+        assert found["module"].keys() == state.keys()
+        for key, value in state.items():
+            assert found["module"][key].dtype == value.dtype, key
+            assert torch.equal(found["module"][key], value), key
 
 
 @pytest.mark.costly

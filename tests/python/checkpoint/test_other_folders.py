@@ -121,7 +121,9 @@ def test_an_empty_folder_is_a_warning(saved, tmp_path, case, capfd):
     run_ranks(2, load_nothing, str(folder), None)
     lines = [line for line in capfd.readouterr().err.splitlines() if "no checkpoint in" in line]
     assert len(lines) == 1  # of rank 0
-    assert re.search(r"load_checkpoint: no checkpoint in .*runs, which has no file 'latest'.*nothing was loaded", lines[0])
+    assert re.search(
+        r"load_checkpoint: no checkpoint in .*runs, which has no file 'latest'.*nothing was loaded", lines[0]
+    )
     assert ("it has the checkpoints 'one': give one of these tags" in lines[0]) == (case == "no latest")
 
 
