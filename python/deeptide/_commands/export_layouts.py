@@ -78,7 +78,7 @@ def _save_with(reader: CheckpointReader, tensors: list[CheckpointTensor], state:
         module[tensor.name] = torch.empty(tensor.shape, dtype=reader.read_range(tensor, 0, 0).dtype)
     with torch.serialization.skip_data():
         torch.save({"module": module, **state}, path)
-    places = torch._C.PyTorchFileReader(path)
+    places: Any = torch._C.PyTorchFileReader(path)
     with open(path, "r+b") as file:
         for number, tensor in enumerate(tensors):  # as torch numbers them: nothing else in the file is a tensor
             file.seek(places.get_record_offset(f"data/{number}"))

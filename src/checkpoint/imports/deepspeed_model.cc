@@ -132,7 +132,7 @@ void DeepspeedModel::count_parts() {
   }
 }
 
-/// What the parts of a slice train, by name: the shapes' list has it, or the optimizers' files.
+/// The sizes of what the parts of a slice train, by name: the shapes' list has them, or the optimizers' files.
 Sizes DeepspeedModel::trained_sizes(int64_t slice) const {
   Sizes sizes;
   for (int64_t stage = 0; stage < num_stages_; ++stage) {

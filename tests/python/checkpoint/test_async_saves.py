@@ -68,7 +68,7 @@ def weights_of(engine):
 
 
 def next_loss(engine):
-    """Of the batch after two steps; every rank has the same one."""
+    """The loss of the batch after two steps; every rank has the same one."""
     with torch.no_grad():
         return engine(*batch_of(2)).item()
 
