@@ -62,10 +62,11 @@ DEEPTIDE_API LoadedWeights load_weights(const std::vector<NamedTensor>& targets,
 /// the file names is run, and small tensors are there in full. Errors: CheckpointError naming what is malformed.
 DEEPTIDE_API std::string describe_torch_file(const std::string& path);
 
-/// Writes DeepSpeed's checkpoint `<source>/<source_tag>`, of any ZeRO stage or universal, as one of this library:
-/// `<directory>/<tag>`, and `<directory>/latest`. One process does it, without model or group, and in little memory.
-/// An empty `source_tag` is the one that `latest_universal` or `latest` names; an empty `tag` is the same as there.
-/// Engine::load_checkpoint reads either form. Returns the new folder.
+/// Writes DeepSpeed's checkpoint `<source>/<source_tag>`, of any ZeRO stage, a pipeline or universal, as one of this
+/// library: `<directory>/<tag>`, and `<directory>/latest`. One process does it, without model or group, and in little
+/// memory. An empty `source_tag` is the one that `latest_universal` or `latest` names, or `source` itself; an empty
+/// `tag` is the same as there. `source` may also have weights alone, as WeightFile reads them: their `tag` is "weights"
+/// by default. Engine::load_checkpoint reads either form. Returns the new folder.
 /// Errors: CheckpointError that names the file and what is wrong with it, or cannot be read.
 DEEPTIDE_API std::string import_checkpoint(const std::string& source, const std::string& directory,
                                            const std::string& source_tag = "", const std::string& tag = "");

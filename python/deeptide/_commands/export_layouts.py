@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from deeptide._C import CheckpointReader, CheckpointTensor, find_optimizer
 _Progress = Callable[[int, int], None]
 _DS_VERSION = "0.19.8"  # whose loader was read for this layout
 _SHARED = "buffer"  # the first rank's
+_BLOCK = 1 << 20  # elements that are read at once
 
 
 class _Meter:
@@ -69,6 +71,22 @@ def _save(value: object, *path: str) -> None:
     torch.save(value, os.path.join(*path))
 
 
+def _save_with(reader: CheckpointReader, tensors: list[CheckpointTensor], state: dict[str, Any], path: str) -> None:
+    """Saves `state` with the tensors under "module": torch leaves room for them, and blocks of values fill it."""
+    module = {}  # torch.empty touches no page
+    for tensor in tensors:
+        module[tensor.name] = torch.empty(tensor.shape, dtype=reader.read_range(tensor, 0, 0).dtype)
+    with torch.serialization.skip_data():
+        torch.save({"module": module, **state}, path)
+    places: Any = torch._C.PyTorchFileReader(path)
+    with open(path, "r+b") as file:
+        for number, tensor in enumerate(tensors):  # as torch numbers them: nothing else in the file is a tensor
+            file.seek(places.get_record_offset(f"data/{number}"))
+            for begin in range(0, tensor.numel, _BLOCK):
+                values = reader.read_range(tensor, begin, min(begin + _BLOCK, tensor.numel))
+                file.write(values.view(torch.uint8).numpy().data)
+
+
 def _model_states(reader: CheckpointReader, state: dict[str, Any]) -> dict[str, Any]:
     """The values that DeepSpeed reads beside the tensors: counters, schedule, the program's own state."""
     client_state = json.loads(reader.client_state_json)
@@ -101,12 +119,10 @@ def export_universal(reader: CheckpointReader, out: str, progress: _Progress | N
     steps = torch.tensor(float(state.get("optimizer_steps", 0)))
     tensors = _of_weights(reader)
     meter = _Meter(progress, tensors)
-    module: dict[str, torch.Tensor] = {}  # what is not trained; weights that are come from zero/
+    module = [tensor for tensor in tensors if tensor.role in (_SHARED, "param")]  # trained weights come from zero/
     for tensor in tensors:
-        values = reader.read(tensor)
-        if tensor.role in (_SHARED, "param"):
-            module[tensor.name] = values
-        else:
+        if tensor.role not in (_SHARED, "param"):
+            values = reader.read(tensor)
             name = "fp32" if tensor.role == "master" else tensor.role
             values = values.float() if tensor.role == "master" else values
             _save({"param": values, "cat_dim": 0}, folder, "zero", tensor.name, f"{name}.pt")
@@ -125,12 +141,12 @@ def export_universal(reader: CheckpointReader, out: str, progress: _Progress | N
     _save(of_zero, folder, "zero", "optimizer_state.pt")
     model_states = {
         **_model_states(reader, state),
-        "module": module,
         "buffer_names": [tensor.name for tensor in tensors if tensor.role == _SHARED],
         "param_shapes": [{tensor.name: torch.Size(tensor.shape) for tensor in tensors if tensor.role == "master"}],
     }
-    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):  # stages below 3, stage 3
-        _save(model_states, folder, name)
+    path = os.path.join(folder, "mp_rank_00_model_states.pt")  # its name at stages below 3
+    _save_with(reader, module, model_states, path)
+    shutil.copyfile(path, os.path.join(folder, "zero_pp_rank_0_mp_rank_00_model_states.pt"))  # and at stage 3
     for latest in ("latest_universal", "latest"):
         with open(os.path.join(out, latest), "w", encoding="utf-8") as file:
             file.write(tag)
@@ -146,11 +162,16 @@ class _ReadLater(dcp.DefaultSavePlanner):
     def __init__(self, reader: CheckpointReader, tensors: dict[str, CheckpointTensor], meter: _Meter) -> None:
         super().__init__(flatten_state_dict=False)
         self._reader, self._tensors, self._meter = reader, tensors, meter
+        self._written = torch.empty(0)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """The values of a tensor of the checkpoint; anything else as it was given."""
         tensor = self._tensors.get(index.fqn)
-        return super().lookup_object(index) if tensor is None else self._reader.read(tensor)
+        if tensor is None:
+            return super().lookup_object(index)
+        self._written.untyped_storage().resize_(0)  # torch keeps each one until all are written
+        self._written = self._reader.read(tensor)
+        return self._written
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         """Counts, and does as the base class."""
@@ -184,6 +205,6 @@ def export_dcp(reader: CheckpointReader, out: str, progress: _Progress | None) -
             if key != "params":
                 content[f"optim.param_groups.{tensor.name}.{key}"] = value
     planner = _ReadLater(reader, tensors, _Meter(progress, list(tensors.values())))
-    writer = dcp.FileSystemWriter(out, single_file_per_rank=True, thread_count=1)
+    writer = dcp.FileSystemWriter(out, single_file_per_rank=True, thread_count=1, per_thread_copy_ahead=0)
     dcp.save(content, storage_writer=writer, planner=planner, no_dist=True)
     return sorted(os.listdir(out))

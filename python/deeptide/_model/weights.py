@@ -38,10 +38,12 @@ def load_weights(model: torch.nn.Module, path: str | os.PathLike[str], strict: b
 def import_checkpoint(
     source: str | os.PathLike[str], directory: str | os.PathLike[str], source_tag: str = "", tag: str = ""
 ) -> str:
-    """Writes DeepSpeed's checkpoint source/source_tag as one of Deeptide's: directory/tag; returns that folder.
+    """Writes what others saved as a checkpoint of Deeptide's, directory/tag; returns that folder.
 
-    Reads ZeRO stages 0 to 3 and the universal form: masters, optimizer states, steps, learning rates, loss scale,
-    schedule and client state. Needs neither the model nor a group, and little memory. Without `source_tag` it is the
-    one that `latest_universal` or `latest` names. `Engine.load_checkpoint` reads either form; nothing in a file is run.
+    `source`: a folder of DeepSpeed's checkpoints, or one of them. Reads ZeRO stages 0 to 3, pipelines and the universal
+    form: masters, optimizer states, steps, learning rates, loss scale, schedule and client state. Without `source_tag`
+    it is the one that `latest_universal` or `latest` names. Or weights alone: a folder of `save_pretrained`, or a file
+    of safetensors or torch.save; `tag` is then "weights" by default, and load_optimizer_states=False loads it. Needs
+    neither the model nor a group, and little memory; nothing in a file is run. Raises CheckpointError.
     """
     return _C.import_checkpoint(os.fspath(source), os.fspath(directory), source_tag, tag)

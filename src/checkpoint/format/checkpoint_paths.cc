@@ -149,6 +149,16 @@ void remove_other_saves(const SaveTarget& target) {
   }
 }
 
+std::string plain_path(const std::string& path) {
+  const auto without_end = [](const std::filesystem::path& whole) {
+    const std::filesystem::path normal = whole.lexically_normal();
+    return normal.has_filename() ? normal : normal.parent_path();
+  };
+  const std::filesystem::path plain = without_end(path);
+  const bool is_named = plain.has_filename() && plain.filename() != "." && plain.filename() != "..";
+  return (is_named ? plain : without_end(std::filesystem::absolute(path))).string();
+}
+
 std::string latest_path(const std::string& directory) { return (std::filesystem::path(directory) / kLatest).string(); }
 
 }  // namespace deeptide::checkpoint

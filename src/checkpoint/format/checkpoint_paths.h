@@ -41,6 +41,8 @@ std::string growing_path(const SaveTarget& target);
 /// Removes the growing folders of other saves of the tag, which crashed, with those in `target.folders`. A save that
 /// still runs in another job fails then: the removal is atomic for it, so it commits either all of its files or none.
 void remove_other_saves(const SaveTarget& target);
+/// Without "/." or "/" at its end; absolute if its last name is none otherwise, as that of ".".
+std::string plain_path(const std::string& path);
 /// `<directory>/latest`.
 std::string latest_path(const std::string& directory);
 

@@ -179,6 +179,24 @@ void for_each_shared_run(const Shape& shape, const Region& a, const Region& b,
   joined.flush();
 }
 
+std::vector<Region> boxes_of(const Shape& shape, int64_t begin, int64_t end) {
+  std::vector<Region> boxes;
+  while (begin < end) {
+    // The largest box that begins here: whole inner dimensions, as many indices of the next one as there are.
+    size_t dim = shape.size() - 1;
+    int64_t inner = 1;
+    while (dim > 0 && begin % (inner * shape[dim]) == 0 && end - begin >= inner * shape[dim]) inner *= shape[dim--];
+    Region box{Shape(shape.size(), 0), Shape(shape.size(), 1)};
+    int64_t rest = begin / inner;
+    for (size_t d = dim + 1; d-- > 0; rest /= shape[d]) box.offsets[d] = rest % shape[d];
+    for (size_t d = dim + 1; d < shape.size(); ++d) box.sizes[d] = shape[d];
+    box.sizes[dim] = std::min(shape[dim] - box.offsets[dim], (end - begin) / inner);
+    begin += box.sizes[dim] * inner;
+    boxes.push_back(std::move(box));
+  }
+  return boxes;
+}
+
 std::optional<Region> first_uncovered(const Shape& shape, const Region& wanted, const std::vector<Region>& regions) {
   std::vector<std::pair<const Region*, Runs>> holders;
   for (const Region& region : regions) {

@@ -72,6 +72,10 @@ struct SharedRun {
 void for_each_shared_run(const Shape& shape, const Region& a, const Region& b,
                          const std::function<void(const SharedRun&)>& visit);
 
+/// The boxes, in order, that together are elements [begin, end) of the flattened tensor: at most 2 d - 1 for d
+/// dimensions, which are one or more.
+std::vector<Region> boxes_of(const Shape& shape, int64_t begin, int64_t end);
+
 /// The first elements of `wanted` that none of `regions` holds, as a range of the flattened tensor.
 std::optional<Region> first_uncovered(const Shape& shape, const Region& wanted, const std::vector<Region>& regions);
 

@@ -7,6 +7,7 @@
 #include <bit>
 #include <cstring>
 #include <nlohmann/json.hpp>
+#include <tuple>
 #include <utility>
 
 #include "checkpoint/format/json_field.h"
@@ -73,18 +74,22 @@ Entry decode_entry(const json& value, const std::string& path) {
 
 // The format requires that the tensors cover the data without overlap or gap.
 void check_layout(const Header& header, int64_t data_bytes, const std::string& path) {
-  std::vector<std::pair<int64_t, int64_t>> spans;
-  for (const auto& [key, entry] : header.entries) spans.emplace_back(entry.begin, entry.end);
+  std::vector<std::tuple<int64_t, int64_t, const std::string*>> spans;
+  for (const auto& [key, entry] : header.entries) spans.emplace_back(entry.begin, entry.end, &key);
   std::sort(spans.begin(), spans.end());
   int64_t end = 0;
-  for (const auto& span : spans) {
-    if (span.first < end) malformed(path, "two tensors overlap at data byte " + std::to_string(span.first));
-    if (span.first > end) malformed(path, "no tensor covers data byte " + std::to_string(end));
-    end = span.second;
+  const std::string* cut = nullptr;
+  for (const auto& [begin, past, key] : spans) {
+    if (begin < end)
+      malformed(path, "two tensors overlap at data byte " + std::to_string(begin) + ", of '" + *key + "'");
+    if (begin > end) malformed(path, "no tensor covers data byte " + std::to_string(end));
+    end = past;
+    if (cut == nullptr && end > data_bytes) cut = key;
   }
   if (end != data_bytes) {
     malformed(path, "it holds " + std::to_string(data_bytes) + " bytes of data, its header describes " +
-                        std::to_string(end) + " (was it truncated?)");
+                        std::to_string(end) + (cut == nullptr ? "" : ": it ends within '" + *cut + "'") +
+                        " (was it truncated?)");
   }
 }
 
@@ -150,7 +155,7 @@ Header read_header(const File& file) {
       if (key == "__metadata__") {
         header.metadata = value.get<std::map<std::string, std::string>>();
       } else {
-        header.entries[key] = decode_entry(value, path);
+        header.entries[key] = decode_entry(value, path + " at '" + key.substr(0, 200) + "'");
       }
     }
   } catch (const json::exception& error) {

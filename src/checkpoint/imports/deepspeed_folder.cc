@@ -15,7 +15,9 @@ namespace {
 constexpr const char* kModelEnd = "model_states.pt";  // of pipeline stages after a '-'
 constexpr const char* kOptimizerEnd = "_optim_states.pt";
 constexpr const char* kDataRank = "zero_pp_rank_";
-constexpr const char* kModelRank = "mp_rank_";
+constexpr const char* kModelRank = "mp_rank_";  // a stage of the pipeline, and a slice of its tensors
+constexpr const char* kLayer = "layer_";
+constexpr const char* kSlice = "-model_";
 
 bool ends_as(const std::string& name, const char* end) { return name.ends_with(end); }
 
@@ -38,18 +40,16 @@ void check_kind(const std::string& path, const std::string& name) {
   if (name.find("_expert_") != std::string::npos || name.starts_with("expp_rank_")) {
     refuse_file(path, name, "experts on ranks of their own");
   }
-  if (name.starts_with("layer_")) refuse_file(path, name, "pipeline stages");
-  if (number_after(name, kModelRank) > 0) refuse_file(path, name, "tensor parallel parts");
 }
 
 using FilesByRank = std::map<int64_t, std::string>;
 
 /// The names in the order of ranks, which must be 0, 1, ….
-std::vector<std::string> in_order(const std::string& path, const FilesByRank& files) {
+std::vector<std::string> in_order(const std::string& path, const FilesByRank& files, const char* kind) {
   std::vector<std::string> names;
   for (const auto& [rank, name] : files) {
     if (rank != static_cast<int64_t>(names.size())) {
-      throw CheckpointError("DeepSpeed's checkpoint " + path + " lacks the file of data-parallel rank " +
+      throw CheckpointError("DeepSpeed's checkpoint " + path + " lacks the file of " + kind + "-parallel rank " +
                             std::to_string(names.size()) + ", it has " + name + "; copy all ranks' files into it");
     }
     names.push_back(name);
@@ -57,36 +57,51 @@ std::vector<std::string> in_order(const std::string& path, const FilesByRank& fi
   return names;
 }
 
-}  // namespace
+struct PartByRank {
+  FilesByRank models, optimizers;
+};
 
-bool is_deepspeed_folder(const std::string& path) {
-  if (!is_folder(path)) return false;
-  for (const std::string& name : list_folder(path)) {
-    if (ends_as(name, kModelEnd) || ends_as(name, kOptimizerEnd)) return true;
+void add_file(const std::string& path, const std::string& name, bool universal, PartByRank& part) {
+  const bool model = ends_as(name, kModelEnd);
+  const int64_t rank = std::max<int64_t>(number_after(name, kDataRank), 0);
+  const auto [known, fresh] = (model ? part.models : part.optimizers).emplace(rank, name);
+  if (fresh) return;
+  if (!universal || !model) {
+    throw CheckpointError("DeepSpeed's checkpoint " + path + " has two files of data-parallel rank " +
+                          std::to_string(rank) + ", " + name + " is one; two saves are mixed, use another one");
   }
-  return exists(path + "/zero/optimizer_state.pt");
+  known->second = std::min(known->second, name);  // the same one, under the names of two stages
 }
 
+}  // namespace
+
 DeepspeedFolder list_deepspeed_folder(const std::string& path) {
-  const bool is_universal = is_folder(path + "/zero");
-  FilesByRank models, optimizers;
+  DeepspeedFolder folder{path, {}, {}, is_folder(path + "/zero")};
+  std::map<int64_t, PartByRank> parts;
+  std::map<int64_t, FilesByRank> layers;
   for (const std::string& name : list_folder(path)) {
-    const bool model = ends_as(name, kModelEnd);
-    if (!model && !ends_as(name, kOptimizerEnd)) continue;
+    if (!ends_as(name, kModelEnd) && !ends_as(name, kOptimizerEnd)) continue;
     check_kind(path, name);
-    const int64_t rank = std::max<int64_t>(number_after(name, kDataRank), 0);
-    const auto [known, fresh] = (model ? models : optimizers).emplace(rank, name);
-    if (!fresh && is_universal && model) {
-      known->second = std::min(known->second, name);  // the same one, under the names of two stages
-    } else if (!fresh) {
-      throw CheckpointError("DeepSpeed's checkpoint " + path + " has two files of data-parallel rank " +
-                            std::to_string(rank) + ", " + name + " is one; two saves are mixed, use another one");
+    if (name.starts_with(kLayer)) {
+      layers[number_after(name, kLayer)][std::max<int64_t>(number_after(name, kSlice), 0)] = name;
+    } else {
+      add_file(path, name, folder.universal, parts[std::max<int64_t>(number_after(name, kModelRank), 0)]);
     }
   }
-  DeepspeedFolder folder{path, in_order(path, models), in_order(path, optimizers), is_universal};
-  if (folder.models.empty()) {
-    throw CheckpointError("DeepSpeed's checkpoint " + path + " has no *_model_states.pt; copy all its files into it");
+  for (const auto& [number, files] : layers) folder.layers[number] = in_order(path, files, "tensor");
+  FilesByRank firsts;
+  for (const auto& [rank, part] : parts) {
+    DeepspeedPart listed{in_order(path, part.models, "data"), in_order(path, part.optimizers, "data")};
+    if (listed.models.empty()) break;
+    firsts[rank] = listed.models.front();
+    folder.parts.push_back(std::move(listed));
   }
+  if (folder.parts.empty() || folder.parts.size() != parts.size()) {
+    throw CheckpointError("DeepSpeed's checkpoint " + path + " has no *mp_rank_" +
+                          (folder.parts.size() < 10 ? "0" : "") + std::to_string(folder.parts.size()) +
+                          "_model_states.pt; copy all its files into it");
+  }
+  in_order(path, firsts, "model");
   return folder;
 }
 

@@ -3,25 +3,31 @@
 // The files of one of DeepSpeed's checkpoints, by the ranks that wrote them.
 #pragma once
 
+#include <cstdint>
+#include <map>
 #include <string>
 #include <vector>
 
 namespace deeptide::checkpoint {
 
-/// Names are relative to the folder; those of the ranks in the order of data-parallel ranks.
-struct DeepspeedFolder {
-  std::string path;
+/// The files of the data-parallel ranks that had one stage of a pipeline and one slice of its tensors, in the order of
+/// ranks.
+struct DeepspeedPart {
   std::vector<std::string> models;      // one at stages 0 to 2, one of each rank at stage 3
   std::vector<std::string> optimizers;  // none at stage 0, and of a save without states
-  bool universal = false;               // a file for each state of each parameter, in zero/<parameter>/
+};
+
+/// Names are relative to the folder.
+struct DeepspeedFolder {
+  std::string path;
+  std::vector<DeepspeedPart> parts;                    // by mp_rank: stage by stage, in each slice by slice
+  std::map<int64_t, std::vector<std::string>> layers;  // of a pipeline, each layer's files by slice
+  bool universal = false;                              // a file for each state of each parameter, zero/<parameter>/
 
   std::string file(const std::string& name) const { return path + "/" + name; }
 };
 
-/// Whether DeepSpeed saved what is in the folder.
-bool is_deepspeed_folder(const std::string& path);
-/// Errors: CheckpointError when ranks' files are missing, and for what is not read: tensor and pipeline parallel
-/// parts, experts.
+/// Errors: CheckpointError when ranks' files are missing, and for what is not read: experts.
 DeepspeedFolder list_deepspeed_folder(const std::string& path);
 
 }  // namespace deeptide::checkpoint

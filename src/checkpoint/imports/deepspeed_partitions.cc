@@ -3,6 +3,7 @@
 // The shards of ZeRO: which elements of which parameter each rank's flat tensors hold.
 #include <algorithm>
 #include <map>
+#include <set>
 #include <vector>
 
 #include "checkpoint/format/json_field.h"
@@ -34,6 +35,8 @@ struct Part {
 struct RankFile {
   const TorchFile& file;
   std::string name;
+  int64_t slice;               // of the tensors, that it has parts of
+  const TensorSlices& slices;  // how these are joined
 };
 
 const PickleValue& item(const TorchFile& file, const PickleValue& list, size_t index, const char* what) {
@@ -75,7 +78,11 @@ std::vector<std::vector<int64_t>> numbers_by_group(const TorchFile& file, const 
 }
 
 void add_part(const RankFile& rank, const Flat& flat, const Part& part, int64_t first, ForeignTable& table) {
-  table.add({part.name, Role::master()}, part.shape, part.region, {rank.file, rank.name, flat.master, first});
+  const auto add = [&](const Role& role, const TorchTensor& tensor) {
+    const ForeignElements elements{rank.file, rank.name, tensor, first};
+    rank.slices.add(rank.slice, {part.name, role}, part.shape, part.region, elements, table);
+  };
+  add(Role::master(), flat.master);
   if (flat.states == nullptr) return;
   for (const auto& [key, value] : flat.states->entries) {
     if (!key->is(Kind::text)) continue;
@@ -84,8 +91,7 @@ void add_part(const RankFile& rank, const Flat& flat, const Part& part, int64_t 
     if (key->text == "step") {
       if (const auto steps = rank.file.number(*value)) table.count_steps(part.name, *steps);
     } else if (tensor && !tensor->shape.empty() && numel >= flat.numel && numel <= flat.numel + flat.padding) {
-      const auto role = table.role_of(key->text);
-      if (role) table.add({part.name, *role}, part.shape, part.region, {rank.file, rank.name, *tensor, first});
+      if (const auto role = table.role_of(key->text)) add(*role, *tensor);
     }
   }
 }
@@ -108,28 +114,14 @@ void place(const RankFile& rank, const std::vector<Flat>& flats, const Part& par
   if (placed < count) malformed(rank.file.path(), "its flat tensors end within '" + part.name + "'");
 }
 
-using Shapes = std::vector<std::pair<std::string, Shape>>;
-
-/// The parameters of a group, in the order in which they are flattened.
-Shapes shapes_of(const TorchFile& model, const PickleValue& group) {
-  Shapes shapes;
-  for (const auto& [name, value] : group.entries) {
-    const auto shape = shape_of(*value);
-    if (!name->is(Kind::text) || !shape) malformed(model.path(), "its param_shapes are none");
-    numel_of(*shape, model.path());
-    shapes.emplace_back(name->text, *shape);
-  }
-  return shapes;
-}
-
-/// Stages 1 and 2. `reached`: elements of each parameter that lower ranks have.
-void read_ranges(const RankFile& rank, const TorchFile& model, const PickleValue& states,
-                 std::map<std::string, int64_t>& reached, ForeignTable& table) {
+/// Stages 1 and 2. `reached`: elements of each parameter that lower ranks have. `earlier`: parameters that are tied to
+/// those of an earlier stage of the pipeline, which has them.
+void read_ranges(const RankFile& rank, const std::map<std::string, Shape>& shapes, const PickleValue& states,
+                 const std::set<std::string>& earlier, std::map<std::string, int64_t>& reached, ForeignTable& table) {
   const TorchFile& file = rank.file;
   const PickleValue& masters = member(file, states, "single_partition_of_fp32_groups");
   const PickleValue& slices = member(file, states, "param_slice_mappings");
   const PickleValue& paddings = member(file, states, "group_paddings");
-  const PickleValue& groups = member(model, model.root(), "param_shapes");
   const PickleValue* base = base_optimizer(states);
   const auto numbers = numbers_by_group(file, base);
   const PickleValue* lean = states.find("base_optimizer_state");  // of an elastic checkpoint: states by group
@@ -139,9 +131,8 @@ void read_ranges(const RankFile& rank, const TorchFile& model, const PickleValue
     flat.padding = integer_in(file, item(file, paddings, g, "group_paddings"));
     if (base != nullptr && g < numbers.size() && numbers[g].size() == 1) flat.states = states_of(base, numbers[g][0]);
     if (base == nullptr && lean != nullptr && g < lean->items.size()) flat.states = lean->items[g];
-    const Shapes ordered = shapes_of(model, item(model, groups, g, "param_shapes"));
-    const std::map<std::string, Shape> shapes(ordered.begin(), ordered.end());
     for (const auto& [name, slice] : item(file, slices, g, "param_slice_mappings").entries) {
+      if (earlier.contains(name->text)) continue;
       const auto shape = shapes.find(name->text);
       if (shape == shapes.end() || slice->state == nullptr) {
         malformed(file.path(), "its slice of '" + name->text.substr(0, 80) + "' is of no parameter");
@@ -174,7 +165,7 @@ void read_slices(const RankFile& rank, int64_t number, int64_t world, const Torc
   }
   int64_t first = 0;
   for (const PickleValue* group : member(model, model.root(), "param_shapes").items) {
-    for (const auto& [name, shape] : shapes_of(model, *group)) {
+    for (const auto& [name, shape] : shapes_of_group(model, *group)) {
       const int64_t numel = numel_of(shape, model.path());
       const int64_t share = (numel + world - 1) / world;
       const int64_t begin = std::min(number * share, numel), end = std::min(begin + share, numel);
@@ -185,31 +176,44 @@ void read_slices(const RankFile& rank, int64_t number, int64_t world, const Torc
 }
 
 /// The files of some ranks may be missing: the first rank says how many there are, of each group or of all.
-void check_count(const DeepspeedFolder& folder, const TorchFile& file, const PickleValue& states) {
+void check_count(const std::string& path, size_t held, const TorchFile& file, const PickleValue& states) {
   const PickleValue* count = states.find("partition_count");
   if (count != nullptr && count->is(Kind::list) && !count->items.empty()) count = count->items.front();
-  const auto ranks = static_cast<int64_t>(folder.optimizers.size());
+  const auto ranks = static_cast<int64_t>(held);
   if (count == nullptr || integer_in(file, *count) == ranks) return;
-  throw CheckpointError("DeepSpeed's checkpoint " + folder.path + " is of " + std::to_string(integer_in(file, *count)) +
+  throw CheckpointError("DeepSpeed's checkpoint " + path + " is of " + std::to_string(integer_in(file, *count)) +
                         " data-parallel ranks and has the files of " + std::to_string(ranks) +
                         "; copy all ranks' files into it");
 }
 
+void read_part(const DeepspeedModel& model, int64_t stage, int64_t slice, std::set<std::string>& earlier,
+               ForeignTable& table) {
+  std::map<std::string, int64_t> reached;
+  const auto shapes = model.shapes(stage, slice);
+  const auto& optimizers = model.part(stage, slice).optimizers;
+  const auto world = static_cast<int64_t>(optimizers.size());
+  for (int64_t number = 0; number < world; ++number) {
+    const std::string& name = optimizers[static_cast<size_t>(number)];
+    const TorchFile file(model.folder().file(name));
+    const RankFile rank{file, name, slice, model.slices()};
+    const PickleValue& states = member(file, file.root(), "optimizer_state_dict");
+    check_count(model.folder().path, optimizers.size(), file, states);
+    if (states.find("fp32_flat_groups") != nullptr) {
+      read_slices(rank, number, world, model.file(stage, slice), states, table);
+    } else {
+      read_ranges(rank, shapes, states, earlier, reached, table);
+    }
+  }
+  for (const auto& [name, count] : reached) earlier.insert(name);
+}
+
 }  // namespace
 
-void read_zero_partitions(const DeepspeedFolder& folder, const TorchFile& model, ForeignTable& table) {
-  std::map<std::string, int64_t> reached;
-  const auto world = static_cast<int64_t>(folder.optimizers.size());
-  for (int64_t number = 0; number < world; ++number) {
-    const std::string& name = folder.optimizers[static_cast<size_t>(number)];
-    const TorchFile file(folder.file(name));
-    const RankFile rank{file, name};
-    const PickleValue& states = member(file, file.root(), "optimizer_state_dict");
-    check_count(folder, file, states);
-    if (states.find("fp32_flat_groups") != nullptr) {
-      read_slices(rank, number, world, model, states, table);
-    } else {
-      read_ranges(rank, model, states, reached, table);
+void read_zero_partitions(const DeepspeedModel& model, ForeignTable& table) {
+  for (int64_t slice = 0; slice < model.num_slices(); ++slice) {
+    std::set<std::string> earlier;
+    for (int64_t stage = 0; stage < model.num_stages(); ++stage) {
+      read_part(model, stage, slice, earlier, table);
     }
   }
 }

@@ -68,8 +68,8 @@ OptimizerState optimizer_state(const DeepspeedFolder& folder, const TorchFile& m
     const auto file = std::make_shared<const TorchFile>(folder.file("zero/optimizer_state.pt"));
     return {file, &file->root()};
   }
-  if (!folder.optimizers.empty()) {
-    const auto file = std::make_shared<const TorchFile>(folder.file(folder.optimizers.front()));
+  if (!folder.parts.front().optimizers.empty()) {
+    const auto file = std::make_shared<const TorchFile>(folder.file(folder.parts.front().optimizers.front()));
     return {file, &member(*file, file->root(), "optimizer_state_dict")};
   }
   const PickleValue* optimizer = model.root().find("optimizer");

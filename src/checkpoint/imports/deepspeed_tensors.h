@@ -3,21 +3,21 @@
 // Finds the tensors of DeepSpeed's checkpoints, at each stage and in the universal form.
 #pragma once
 
-#include "checkpoint/imports/deepspeed_folder.h"
+#include "checkpoint/imports/deepspeed_model.h"
 #include "checkpoint/imports/foreign_table.h"
 
 namespace deeptide::checkpoint {
 
 /// Stages 1 and 2: each rank has a range of every parameter group, all its parameters side by side; which part of which
 /// parameter that is stands beside it. Stage 3: each rank has a slice of every parameter. Masters and states only.
-void read_zero_partitions(const DeepspeedFolder& folder, const TorchFile& model, ForeignTable& table);
+void read_zero_partitions(const DeepspeedModel& model, ForeignTable& table);
 /// Stage 0: masters and states by the number of the parameter.
 /// Errors: CheckpointError when more than one parameter could have a number's state.
-void read_unsharded_states(const TorchFile& model, const std::string& file, ForeignTable& table);
+void read_unsharded_states(const DeepspeedModel& model, ForeignTable& table);
 /// zero/<parameter>/<state>.pt.
-void read_universal_states(const DeepspeedFolder& folder, const TorchFile& model, ForeignTable& table);
+void read_universal_states(const DeepspeedModel& model, ForeignTable& table);
 /// Frozen parameters and buffers, and weights that have no master: what is not in `table` yet.
-void read_module(const DeepspeedFolder& folder, const TorchFile& model, ForeignTable& table);
+void read_module(const DeepspeedModel& model, ForeignTable& table);
 
 /// The file's values under `key`. Errors: CheckpointError naming both when there are none.
 const PickleValue& member(const TorchFile& file, const PickleValue& mapping, const char* key);

@@ -1,44 +1,38 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Tells formats apart by their folders, and copies between them region by region.
+// Tells formats apart by their folders.
 #include "checkpoint/imports/open_checkpoint.h"
 
-#include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
-
-#include <memory>
 #include <utility>
-#include <vector>
 
 #include "checkpoint/format/checkpoint_paths.h"
+#include "checkpoint/format/contents.h"
+#include "checkpoint/format/file_io.h"
 #include "checkpoint/imports/deepspeed_folder.h"
 #include "checkpoint/imports/deepspeed_state.h"
 #include "checkpoint/imports/deepspeed_tensors.h"
 #include "checkpoint/imports/weight_places.h"
-#include "checkpoint/save/writer.h"
-#include "deeptide/weights.h"
+#include "checkpoint/load/other_folders.h"
 
 namespace deeptide::checkpoint {
 namespace {
 
 constexpr const char* kUniversalTag = "latest_universal";
-constexpr const char* kWeightsTag = ".";  // no checkpoint has it: folder_path() refuses it
 
 Reader read_deepspeed(const std::string& path) {
-  const DeepspeedFolder folder = list_deepspeed_folder(path);
-  const TorchFile model(folder.file(folder.models.front()));
-  const OptimizerInfo* optimizer = optimizer_of(model);
+  const DeepspeedModel model(path);
+  const OptimizerInfo* optimizer = optimizer_of(model.first());
   ForeignTable table(optimizer);
-  if (folder.universal) {
-    read_universal_states(folder, model, table);
-  } else if (!folder.optimizers.empty()) {
-    read_zero_partitions(folder, model, table);
+  if (model.folder().universal) {
+    read_universal_states(model, table);
+  } else if (!model.folder().parts.front().optimizers.empty()) {
+    read_zero_partitions(model, table);
   } else {
-    read_unsharded_states(model, folder.models.front(), table);
+    read_unsharded_states(model, table);
   }
-  read_module(folder, model, table);
+  read_module(model, table);
   ManifestTable contents;
-  contents.manifest = deepspeed_manifest(folder, model, table.steps(), optimizer);
+  contents.manifest = deepspeed_manifest(model.folder(), model.first(), table.steps(), optimizer);
   contents.tensors = table.finish(path);
   return {path, std::move(contents)};
 }
@@ -46,10 +40,15 @@ Reader read_deepspeed(const std::string& path) {
 }  // namespace
 
 Reader open_checkpoint(const std::string& directory, const std::string& tag) {
-  if (tag == kWeightsTag) return {directory, weights_table(find_weights(directory))};
-  const std::string folder = folder_path(directory, tag);
-  if (!exists(folder + "/" + kManifestName) && is_deepspeed_folder(folder)) return read_deepspeed(folder);
-  return {directory, tag};
+  if (tag == kWeightsTag) {
+    const WeightPlaces places = find_weights(directory);
+    return {places.folder, weights_table(places)};
+  }
+  const std::string folder = existing_folder(directory, tag);
+  if (exists(folder + "/" + kManifestName)) return {directory, tag};
+  if (is_deepspeed_folder(folder)) return read_deepspeed(folder);
+  if (!exists(folder)) throw CheckpointError("no checkpoint '" + tag + "' in " + directory + tags_in(directory));
+  throw CheckpointError("no checkpoint in " + folder + ", which has no " + kManifestName + other_contents(folder));
 }
 
 std::string tag_of_weights(const std::string& directory) {
@@ -66,46 +65,3 @@ std::string tag_to_load(const std::string& directory, bool universal) {
 }
 
 }  // namespace deeptide::checkpoint
-
-namespace deeptide {
-
-using checkpoint::Piece;
-using checkpoint::Region;
-
-std::string import_checkpoint(const std::string& source, const std::string& directory, const std::string& source_tag,
-                              const std::string& tag) {
-  const at::NoGradGuard no_grad;
-  const std::string from = source_tag.empty() ? checkpoint::tag_to_load(source, /*universal=*/true) : source_tag;
-  if (from.empty()) {
-    throw CheckpointError("no checkpoint in " + source + ": it has no file 'latest'; name the tag's folder in it");
-  }
-  const checkpoint::Reader reader = checkpoint::open_checkpoint(source, from);
-  checkpoint::Snapshot snapshot;
-  const auto files = reader.announce_all();
-  for (Piece& piece : reader.table()) {
-    const Piece whole = piece;
-    const auto dtype = piece.data.dtype();
-    const auto copy = [&reader, &files, whole](int64_t begin, const at::Tensor& block) {
-      Piece part = whole;
-      part.region = Region::range(begin, begin + block.numel());
-      part.data = block;
-      reader.read({part}, *files);
-    };
-    piece.data = checkpoint::PieceData(dtype, copy);
-    snapshot.pieces.push_back(std::move(piece));
-  }
-  const checkpoint::SaveTarget target{directory, tag.empty() ? from : tag, checkpoint::draw_nonce()};
-  checkpoint::Manifest manifest = reader.manifest();
-  manifest.world_size = 1;
-  manifest.version = checkpoint::kManifestVersion;
-  try {
-    checkpoint::make_folders(directory);
-    checkpoint::write_rank(target, snapshot);
-    return checkpoint::commit(target, manifest, /*save_latest=*/true);
-  } catch (const CheckpointError&) {
-    checkpoint::abandon(target);
-    throw;
-  }
-}
-
-}  // namespace deeptide

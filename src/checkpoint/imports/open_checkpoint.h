@@ -9,13 +9,17 @@
 
 namespace deeptide::checkpoint {
 
+/// The tag of weights that lie in a directory itself; no checkpoint has it, since folder_path() refuses it.
+inline constexpr const char* kWeightsTag = ".";
+
 /// Reads `<directory>/<tag>`: our format, what DeepSpeed saved at any stage, universal ones too, or weights alone.
 /// Nothing is converted: elements are read from the files that have them.
 /// Errors: CheckpointError, as Reader, and naming what of DeepSpeed's cannot be read.
 Reader open_checkpoint(const std::string& directory, const std::string& tag);
 
 /// The tag under which open_checkpoint() reads weights that are in `directory` itself: files of safetensors or
-/// torch.save, as Transformers names them. Empty when there are none, or a checkpoint that `latest` names.
+/// torch.save, as Transformers names them, or if `directory` is such a file. Empty when there are none, or a checkpoint
+/// that `latest` names.
 std::string tag_of_weights(const std::string& directory);
 
 /// The tag in `<directory>/latest`; with `universal`, the one in `<directory>/latest_universal` if that is there.

@@ -6,6 +6,8 @@
 #include <cstring>
 #include <filesystem>
 #include <nlohmann/json.hpp>
+#include <set>
+#include <tuple>
 #include <utility>
 
 #include "checkpoint/format/json_field.h"
@@ -20,7 +22,10 @@ constexpr const char* kWeightNames[] = {"model.safetensors", "pytorch_model.bin"
 constexpr const char* kIndexNames[] = {"model.safetensors.index.json", "pytorch_model.bin.index.json"};
 constexpr const char* kWrappers[] = {"state_dict", "model", "module"};  // around the weights of training scripts
 
-using Tensors = std::map<std::string, TorchTensor>;
+struct Tensors {
+  std::map<std::string, TorchTensor> by_name;
+  std::set<std::string> further_names;
+};
 
 /// Safetensors begin with a length, whose bytes are "PK…" in no file that a disk could hold.
 bool is_torch_file(const std::string& path) {
@@ -38,7 +43,7 @@ Tensors tensors_of_safetensors(const std::string& path) {
     TorchTensor tensor{entry.dtype, entry.shape, Shape(entry.shape.size()), header.data_offset + entry.begin};
     int64_t stride = 1;
     for (size_t d = entry.shape.size(); d-- > 0; stride *= entry.shape[d]) tensor.strides[d] = stride;
-    tensors.emplace(name, std::move(tensor));
+    tensors.by_name.emplace(name, std::move(tensor));
   }
   return tensors;
 }
@@ -52,9 +57,14 @@ Tensors tensors_of_torch(const std::string& path) {
   }
   if (!state->is_mapping()) malformed(path, "it holds no tensors by name; expected what state_dict() returns");
   Tensors tensors;
+  std::set<std::tuple<int64_t, Shape, Shape>> seen;
   for (const auto& [name, value] : state->entries) {
     if (!name->is(PickleValue::Kind::text)) continue;
-    if (auto tensor = file.tensor(*value)) tensors.insert_or_assign(name->text, *std::move(tensor));
+    auto tensor = file.tensor(*value);
+    if (!tensor) continue;
+    const bool shared = tensor->numel() > 0 && !seen.insert({tensor->offset, tensor->shape, tensor->strides}).second;
+    if (shared) tensors.further_names.insert(name->text);
+    tensors.by_name.insert_or_assign(name->text, *std::move(tensor));
   }
   return tensors;
 }
@@ -82,34 +92,35 @@ std::map<std::string, std::string> files_of_index(const std::string& path) {
 }
 
 WeightPlaces places_of_file(const std::string& folder, const std::string& name) {
-  WeightPlaces places{folder, {}};
-  for (auto& [key, tensor] : tensors_of_file(folder + "/" + name)) places.tensors[key] = {name, tensor};
+  Tensors found = tensors_of_file(folder + "/" + name);
+  WeightPlaces places{folder, {}, std::move(found.further_names)};
+  for (auto& [key, tensor] : found.by_name) places.tensors[key] = {name, std::move(tensor)};
   return places;
 }
 
 WeightPlaces places_of_index(const std::string& folder, const std::string& index) {
-  WeightPlaces places{folder, {}};
+  WeightPlaces places{folder, {}, {}};
   std::map<std::string, Tensors> opened;
   for (const auto& [name, file] : files_of_index(folder + "/" + index)) {
     auto known = opened.find(file);
-    if (known == opened.end()) known = opened.emplace(file, tensors_of_file(folder + "/" + file)).first;
-    const auto found = known->second.find(name);
-    if (found == known->second.end()) {
+    if (known == opened.end()) {
+      if (!std::filesystem::exists(folder + "/" + file)) {
+        malformed(folder + "/" + index, "it places '" + name + "' in " + file + ", which is not there");
+      }
+      known = opened.emplace(file, tensors_of_file(folder + "/" + file)).first;
+    }
+    const Tensors& held = known->second;
+    const auto found = held.by_name.find(name);
+    if (found == held.by_name.end()) {
       malformed(folder + "/" + index, "it places '" + name + "' in " + file + ", which does not have it");
     }
     places.tensors[name] = {file, found->second};
+    if (held.further_names.contains(name)) places.further_names.insert(name);
   }
   return places;
 }
 
 }  // namespace
-
-bool has_weights(const std::string& folder) {
-  for (size_t i = 0; i < std::size(kWeightNames); ++i) {
-    if (exists(folder + "/" + kIndexNames[i]) || exists(folder + "/" + kWeightNames[i])) return true;
-  }
-  return false;
-}
 
 WeightPlaces find_weights(const std::string& path) {
   if (!is_folder(path)) {
@@ -133,7 +144,7 @@ ManifestTable weights_table(const WeightPlaces& places) {
   // Progress reads of this manifest that nothing has been done.
   contents.manifest.state_json =
       R"({"global_steps": 0, "skipped_steps": 0, "micro_steps": 0, "optimizer_steps": 0, "schedule_iteration": -1,)"
-      R"( "groups": []})";
+      R"( "groups": [], "weights_only": true})";
   return contents;
 }
 

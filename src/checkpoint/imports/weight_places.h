@@ -4,6 +4,7 @@
 #pragma once
 
 #include <map>
+#include <set>
 #include <string>
 
 #include "checkpoint/format/manifest.h"
@@ -20,17 +21,17 @@ struct WeightPlace {
 struct WeightPlaces {
   std::string folder;
   std::map<std::string, WeightPlace> tensors;  // by name
+  std::set<std::string> further_names;         // of elements that have a name before, in the order of their file
 
   std::string path_of(const WeightPlace& place) const { return folder + "/" + place.file; }
 };
 
-/// Whether save_pretrained wrote into the folder.
-bool has_weights(const std::string& folder);
 /// `path`: a file, or a folder as save_pretrained writes it. An index's names lead to files of its folder only.
 /// Errors: CheckpointError naming the file and what is wrong with it.
 WeightPlaces find_weights(const std::string& path);
 
-/// The weights as tables of a checkpoint, for Reader: each name is a parameter's, also where several share elements.
+/// The weights as tables of a checkpoint without optimizer states, for Reader: each name is a parameter's, also where
+/// several share elements.
 ManifestTable weights_table(const WeightPlaces& places);
 
 }  // namespace deeptide::checkpoint

@@ -11,6 +11,7 @@
 #include "checkpoint/format/checkpoint_paths.h"
 #include "checkpoint/format/file_io.h"
 #include "checkpoint/load/extent_reader.h"
+#include "checkpoint/load/other_folders.h"
 #include "checkpoint/load/streamed_reads.h"
 #include "checkpoint/offline/writers/parts.h"
 #include "deeptide/errors.h"
@@ -148,8 +149,11 @@ std::string find_folder(const std::string& directory, const std::string& tag) {
   const std::string latest = latest_tag(directory);
   if (!latest.empty()) return existing_folder(directory, latest);
   if (exists(directory + "/" + kManifestName)) return directory;
+  const bool is_foreign = is_deepspeed_folder(directory) || has_weights(directory);
   throw CheckpointError("no checkpoint in " + directory + ": it has neither a file 'latest' nor a " + kManifestName +
-                        "; give the tag, or the folder that save_checkpoint was given");
+                        "; " +
+                        (is_foreign ? "'deeptide checkpoint import' makes a checkpoint of what others saved"
+                                    : "give the tag, or the folder that save_checkpoint was given"));
 }
 
 int64_t global_steps_of(const Manifest& manifest) {

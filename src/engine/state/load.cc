@@ -15,6 +15,7 @@
 #include "base/log.h"
 #include "base/sha256.h"
 #include "checkpoint/imports/open_checkpoint.h"
+#include "checkpoint/load/other_folders.h"
 #include "checkpoint/load/reader.h"
 #include "engine/engine_impl.h"
 #include "engine/model/pieces.h"
@@ -335,10 +336,13 @@ uint64_t digest_of(const std::string& text) {
 
 /// Resolves a load without a tag: weights that lie in the folder itself, if they alone are wanted, or the checkpoint
 /// that `latest_universal` or `latest` names. Empty if there is none.
-/// Errors: ValueError if a universal one is wanted and there is none.
+/// Errors: CheckpointError if the path leads to something else; ValueError if a universal one is wanted and there is
+/// none.
 std::string default_tag(const std::string& directory, const LoadOptions& options, bool universal) {
   std::string tag = options.module_only ? checkpoint::tag_of_weights(directory) : "";
   if (tag.empty()) tag = checkpoint::tag_to_load(directory, universal);
+  const std::string instead = tag.empty() ? checkpoint::other_contents(directory) : "";
+  if (!instead.empty()) throw CheckpointError("no checkpoint in " + directory + instead);
   TORCH_CHECK_VALUE(!universal || !tag.empty(), "load_checkpoint: checkpoint.load_universal is true, and ", directory,
                     " has no latest_universal and no latest: name the tag, or leave the key out");
   return tag;
@@ -359,6 +363,10 @@ std::string Engine::Impl::agree_on_tag(const std::string& directory, const std::
   const Vote own{.failed = false, .digest = digest_of(tag)};
   for (const Vote& vote : boundary->exchange(own, {"checkpoint", "agreeing on the tag to load"})) {
     if (vote.digest != own.digest) throw CheckpointError("the ranks found different checkpoints in " + directory);
+  }
+  if (tag.empty() && channels.is_first()) {
+    log(LogLevel::warning, "load_checkpoint: no checkpoint in " + directory + ", which has no file 'latest'" +
+                               checkpoint::tags_in(directory) + "; nothing was loaded");
   }
   return tag;
 }

@@ -100,6 +100,26 @@ TEST(Region, SharesWithAnotherExactlyTheCommonElements) {
   }
 }
 
+TEST(Region, CutsARangeIntoFewBoxes) {
+  for (const Shape& shape : kShapes) {
+    if (shape.empty()) continue;
+    const int64_t numel = Region{Shape(shape.size(), 0), shape}.numel();
+    for (int64_t begin = 0; begin <= numel; ++begin) {
+      for (int64_t end = begin; end <= numel; ++end) {
+        std::vector<int64_t> held, expected;
+        const auto boxes = boxes_of(shape, begin, end);
+        for (const Region& box : boxes) {
+          ASSERT_TRUE(fits(box, shape)) << box.text();
+          for (int64_t element : elements_of(shape, box)) held.push_back(element);
+        }
+        for (int64_t element = begin; element < end; ++element) expected.push_back(element);
+        ASSERT_EQ(held, expected) << begin << " " << end;
+        ASSERT_LE(boxes.size(), 2 * shape.size() - 1) << begin << " " << end;
+      }
+    }
+  }
+}
+
 TEST(Region, FindsTheFirstElementsThatNoOtherHolds) {
   std::mt19937 random(3);
   int covered = 0;

@@ -7,6 +7,7 @@
 #include "checkpoint/imports/deepspeed_folder.h"
 #include "checkpoint/imports/open_checkpoint.h"
 #include "checkpoint/imports/torch_zip.h"
+#include "checkpoint/load/other_folders.h"
 #include "checkpoint/scratch.h"
 #include "errors.h"
 
@@ -40,8 +41,9 @@ TEST_F(DeepspeedFolderTest, ListsRanksInTheirOrder) {
     touch("bf16_zero_pp_rank_" + std::to_string(rank) + "_mp_rank_00_optim_states.pt");
   }
   const DeepspeedFolder folder = list_deepspeed_folder(folder_);
-  ASSERT_EQ(folder.optimizers.size(), 12u);
-  EXPECT_EQ(folder.optimizers[10], "bf16_zero_pp_rank_10_mp_rank_00_optim_states.pt");
+  ASSERT_EQ(folder.parts.size(), 1u);
+  ASSERT_EQ(folder.parts[0].optimizers.size(), 12u);
+  EXPECT_EQ(folder.parts[0].optimizers[10], "bf16_zero_pp_rank_10_mp_rank_00_optim_states.pt");
   EXPECT_FALSE(folder.universal);
 }
 
@@ -54,13 +56,28 @@ TEST_F(DeepspeedFolderTest, LacksNoRank) {
   EXPECT_NE(refused().find("two files of data-parallel rank 1"), std::string::npos) << refused();
   std::filesystem::remove(folder_ + "/mp_rank_00_model_states.pt");
   std::filesystem::remove(folder_ + "/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt");
-  EXPECT_NE(refused().find("has no *_model_states.pt"), std::string::npos) << refused();
+  EXPECT_NE(refused().find("has no *mp_rank_00_model_states.pt"), std::string::npos) << refused();
+}
+
+TEST_F(DeepspeedFolderTest, ListsStagesAndSlices) {
+  for (const char* name : {"mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt", "layer_10-model_states.pt",
+                           "layer_02-model_01-model_states.pt", "layer_02-model_00-model_states.pt",
+                           "zero_pp_rank_0_mp_rank_01_optim_states.pt"}) {
+    touch(name);
+  }
+  const DeepspeedFolder folder = list_deepspeed_folder(folder_);
+  ASSERT_EQ(folder.parts.size(), 2u);
+  EXPECT_EQ(folder.parts[1].optimizers.at(0), "zero_pp_rank_0_mp_rank_01_optim_states.pt");
+  EXPECT_EQ(folder.layers.at(2).at(1), "layer_02-model_01-model_states.pt");
+  EXPECT_EQ(folder.layers.at(10).size(), 1u);
+  touch("mp_rank_03_model_states.pt");
+  EXPECT_NE(refused().find("lacks the file of model-parallel rank 2"), std::string::npos) << refused();
+  std::filesystem::remove(folder_ + "/mp_rank_01_model_states.pt");
+  EXPECT_NE(refused().find("has no *mp_rank_01_model_states.pt"), std::string::npos) << refused();
 }
 
 TEST_F(DeepspeedFolderTest, OfOtherAxesIsRefusedByName) {
   const std::pair<const char*, const char*> cases[] = {
-      {"mp_rank_01_model_states.pt", "tensor parallel"},
-      {"layer_03-model_00-model_states.pt", "pipeline stages"},
       {"layer_0_expert_2_mp_rank_00_model_states.pt", "experts"},
       {"expp_rank_0_mp_rank_00_optim_states.pt", "experts"},
   };

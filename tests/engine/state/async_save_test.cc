@@ -9,7 +9,10 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <cstring>
 #include <filesystem>
+#include <iterator>
+#include <memory>
 #include <thread>
 
 #include "checkpoint/format/file_io.h"
@@ -174,6 +177,89 @@ TEST(AsyncSave, FailsInTheNextOutcomeNamingRankAndFile) {
   std::sort(names.begin(), names.end());
   EXPECT_EQ(names, (std::vector<std::string>{"good", "latest", "next"}));
 }
+
+/// Counts what saves ask of the kernel and refuses one such request; -1: none.
+struct OneRefusal {
+  OneRefusal(int request, int code) {
+    count = 0;
+    refused = request;
+    error = code;
+    path.clear();
+    checkpoint::refuse_with(&OneRefusal::answer);
+  }
+  ~OneRefusal() { checkpoint::refuse_with(nullptr); }
+  static int answer(const char*, const std::string& asked) {
+    if (count++ != refused) return 0;
+    path = asked;  // one thread only comes here
+    return error;
+  }
+  static inline std::atomic<int> count = 0;
+  static inline int refused = -1, error = 0;
+  static inline std::string path;
+};
+
+/// The error of a save beside training: of the call, or of a later step, which is applied all the same.
+std::string error_of_save(TrainingSession& session, const std::string& folder, int64_t step) {
+  try {
+    session.engine.save_checkpoint(folder, "bad");
+  } catch (const CheckpointError& error) {
+    EXPECT_TRUE(session.step(step).applied());
+    return error.what();
+  }
+  const StepOutcome outcome = outcome_of_save(session, step);
+  EXPECT_TRUE(outcome.applied());
+  return outcome.save_error;
+}
+
+/// A save of the same tag beside training fails at each of its requests: the one before stays, and so does the run.
+class AsyncSaveFaults : public testing::TestWithParam<std::tuple<int, bool>> {};
+
+TEST_P(AsyncSaveFaults, LoseNothingWhateverRequestFails) {
+  const auto [size, parts] = GetParam();
+  const Folder folder, drives;
+  const std::string list = R"("folders": [")" + (drives.path / "a").string() + R"(", ")" + (drives.path / "b").string();
+  const Config config =
+      config_of({1, "bf16", ""}, folder.path, R"({"async": true)" + (parts ? ", " + list + "\"]}" : "}"));
+  std::atomic<int> requests = 0;
+  run_ranks(size, [&](const World& world) {
+    TrainingSession session(world, 1, config);
+    train(session, 0, 1);
+    std::unique_ptr<OneRefusal> refusal;
+    const auto refuse = [&](int request, int error) {
+      session.step(1);                       // all ranks are here, and no save is under way
+      if (world.rank == 0) refusal.reset();  // first: its end lets all through
+      if (world.rank == 0) refusal = std::make_unique<OneRefusal>(request, error);
+      session.step(1);
+    };
+    refuse(-1, 0);
+    session.engine.save_checkpoint(folder.path, "bad");
+    session.engine.wait_for_save();
+    if (world.rank == 0) requests = OneRefusal::count.load();
+    session.step(1);
+    EXPECT_GE(requests, 8);  // a shard's blocks, tables, the manifest, the moves, `latest`
+    int refused = 0;
+    for (const int error : {ENOSPC, EIO}) {
+      for (int request = 0; request < requests; ++request) {
+        refuse(request, error);
+        const std::string text = error_of_save(session, folder.path, 1);
+        session.step(1);
+        if (OneRefusal::path.empty()) continue;  // this save asked for less: the moves of a tag that is there
+        ++refused;
+        EXPECT_NE(text.find(std::strerror(error)), std::string::npos) << request << ": " << text;
+        EXPECT_NE(text.find(OneRefusal::path), std::string::npos) << request << ": " << text;
+        TrainingSession again(world, 1, config);
+        EXPECT_TRUE(again.engine.load_checkpoint(folder.path)) << request;
+      }
+    }
+    EXPECT_GE(refused, 2 * requests - 4);
+    refuse(-1, 0);
+    session.engine.save_checkpoint(folder.path, "bad");
+    EXPECT_EQ(session.engine.wait_for_save(), folder.path / "bad");
+  });
+  EXPECT_EQ(std::distance(fs::directory_iterator(folder.path), {}), 2);  // one checkpoint and `latest`
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, AsyncSaveFaults, testing::Combine(testing::Values(1, 2), testing::Bool()));
 
 TEST(AsyncSave, IsFinishedByTheNextSaveALoadAndTheEnd) {
   const Folder folder;

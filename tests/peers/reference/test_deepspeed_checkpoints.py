@@ -59,13 +59,13 @@ def checkpoints(tmp_path_factory):
     if codes != [0, 0]:
         pytest.fail(f"DeepSpeed ended with {codes}:\n" + (folder / "0.log").read_text()[-3000:])
     if os.environ.get("GOLDEN") == "1":
-        write_golden(folder)
+        write_golden(folder, GOLDEN)
     return folder
 
 
-def write_golden(folder):
+def write_golden(folder, archive_path):
     """Data only: none of the scripts that DeepSpeed puts beside its checkpoints."""
-    with tarfile.open(GOLDEN, "w:xz", preset=9) as archive:
+    with tarfile.open(archive_path, "w:xz", preset=9) as archive:
         for path in sorted(folder.glob("*/**/*")):
             if path.is_file() and path.suffix != ".py":
                 data = path.read_bytes()

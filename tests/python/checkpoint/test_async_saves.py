@@ -67,8 +67,15 @@ def weights_of(engine):
     return {name: value for name, value in state.items() if value is not None}
 
 
+def next_loss(engine):
+    """The loss of the batch after two steps; every rank has the same one."""
+    with torch.no_grad():
+        return engine(*batch_of(2)).item()
+
+
 def settings_of(precision, placement, folder):
     extra = {"bf16": True} if precision == "bf16" else {"fp16": {"enabled": True}} if precision == "fp16" else {}
+    extra["scheduler"] = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 7}}
     if placement != "none":
         extra["zero"] = {"offload_optimizer": {"device": placement, "nvme_path": f"{folder}/nvme"}}
     return extra
@@ -78,6 +85,7 @@ def save(how, stage, extra, folder):
     """Programs write parameters and buffers as they like after a save."""
     engine = start(stage, checkpoint={"async": True}, **extra)
     train(engine, 0, 2)
+    loss, lr = next_loss(engine), engine.get_lr()
     expected = weights_of(engine)
     engine.save_checkpoint(f"{folder}/saves", tag="t", client_state={"epoch": 3}, blocking=how == "blocking")
     with torch.no_grad():
@@ -92,18 +100,20 @@ def save(how, stage, extra, folder):
             outcomes = train(engine, 4, 1)
         assert [outcome.saved for _, outcome in outcomes if outcome.saved] == [f"{folder}/saves/t"]
     assert engine.wait_for_save() is None
-    torch.save((expected, engine.global_steps), f"{folder}/expected.{engine.global_rank}")
+    torch.save((expected, loss, lr), f"{folder}/expected.{engine.global_rank}")
 
 
 def load(stage, extra, folder):
     engine = start(stage, **extra)
     assert engine.load_checkpoint(f"{folder}/saves") == (f"{folder}/saves/t", {"epoch": 3})
-    expected, _ = torch.load(f"{folder}/expected.0")
+    expected, loss, lr = torch.load(f"{folder}/expected.0")
     found = weights_of(engine)
+    assert engine.get_lr() == lr
     assert engine.global_steps == 2
     assert expected.keys() == found.keys()
     for name, value in expected.items():
         assert torch.equal(value, found[name]), name
+    assert next_loss(engine) == loss
 
 
 @pytest.mark.costly

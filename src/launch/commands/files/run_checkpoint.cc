@@ -99,7 +99,7 @@ constexpr struct {
     {"verify", run_verify, "read every byte, name damaged tensors"},
     {"diff", run_diff, "compare two checkpoints"},
     {"export", run_checkpoint_export, "write weights or states for other programs"},
-    {"import", run_import, "take over a checkpoint of DeepSpeed"},
+    {"import", run_import, "take over a checkpoint of DeepSpeed or weights of Hugging Face"},
     {"prune", run_prune, "remove old checkpoints"},
 };
 
