@@ -95,7 +95,7 @@ struct TensorTeam::Impl {
   comm::Group& group_for(const Tensor& tensor) {
     if (tensor.is_cpu()) return group;
     TORCH_CHECK_VALUE(device_group, "the team that shares layers was made for the CPU, and got a tensor on ",
-                      tensor.device(), ": move the model there before initialize, or give make_team the device");
+                      tensor.device(), ": move the model there before initialize, or give make_team its device");
     return *device_group;
   }
 

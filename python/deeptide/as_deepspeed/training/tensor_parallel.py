@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from deeptide import _C
-from deeptide._model.describe import check_model
+from deeptide._model.describe import check_model, device_of
 from deeptide.as_deepspeed import NotSupportedError
 from deeptide.as_deepspeed.config.configuration import read_config
 from deeptide.as_deepspeed.initialize import init_distributed
-from deeptide._model.describe import device_of
 from deeptide.tensor import make_team, split_model
 
 
@@ -37,7 +36,9 @@ def tp_model_init(
     if config is not None:
         section = json.loads(_C.config_section(read_config(config, None)[1], "tensor_parallel"))
         specs = section["partition_config"]
-    return split_model(model, make_team(tp_size, device=device_of(model)), specs["layer_specs"], specs["use_default_specs"])
+    return split_model(
+        model, make_team(tp_size, device=device_of(model)), specs["layer_specs"], specs["use_default_specs"]
+    )
 
 
 def set_autotp_mode(training: bool = False) -> None:
