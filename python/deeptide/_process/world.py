@@ -114,14 +114,14 @@ class _DeviceGroups:
         self._found: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
         self.made: list[dist.ProcessGroup] = []
 
-    def find(self, ranks: list[int], kind: str) -> str:
+    def find(self, ranks: Sequence[int], kind: str) -> str:
         """The name of a group. Collective over `ranks`."""
         key = (tuple(ranks), kind)
         if key not in self._found:
             # With the device, NCCL connects the ranks here, where all of them come, and not in a first collective.
             options: dict[str, Any] = {"backend": self._backend, "timeout": self._timeout, "device_id": self._device}
             part = len(ranks) < dist.get_world_size()
-            self._found[key] = dist.new_group(ranks if part else None, use_local_synchronization=part, **options)
+            self._found[key] = dist.new_group(list(ranks) if part else None, use_local_synchronization=part, **options)
             self.made.append(self._found[key])
         return str(self._found[key].group_name)
 

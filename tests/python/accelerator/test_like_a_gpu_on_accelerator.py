@@ -19,6 +19,7 @@ from conftest import run_processes
 from torch import nn
 
 import deeptide
+from deeptide import _C
 from deeptide._process.world import find_world
 
 WIDTH = 256
@@ -66,8 +67,10 @@ def look_at_groups():
     assert [group.bound_device_id for group in engine._process_groups] == [torch.device(DEVICE, 0)] * 2
     assert controls.timeouts == [datetime.timedelta(seconds=37)] * 2  # the engine's own wait ends before
     engine.destroy()
-    _, groups = find_world(None, torch.device(DEVICE))  # as the command that times collectives does
-    assert [group.bound_device_id for group in groups] == [torch.device(DEVICE, 0)] * 2
+    world, groups = find_world(None, torch.device(DEVICE))  # as the command that times collectives does
+    assert not groups  # until a channel is opened
+    _C.TensorTeam(world, 2, 5.0, 1)
+    assert [group.bound_device_id for group in groups] == [torch.device(DEVICE, 0)]
     dist.destroy_process_group()
 
 
