@@ -30,6 +30,8 @@ class DEEPTIDE_API PipelineStage {
 
   int index() const;
   int num_stages() const;
+  /// The device of the stage's parameters.
+  at::Device device() const;
   int data_rank() const;
   int data_size() const;
 

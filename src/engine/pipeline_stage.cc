@@ -35,12 +35,14 @@ PipelineStage::PipelineStage(Engine& engine) : engine_(*engine.impl_) {
 
 int PipelineStage::index() const { return engine_.channels.stages()->index(); }
 int PipelineStage::num_stages() const { return engine_.channels.stages()->size(); }
+at::Device PipelineStage::device() const { return engine_.model.device(); }
 int PipelineStage::data_rank() const {
   return engine_.channels.data().index() / engine_.channels.mesh().size(world::Axis::tensor);
 }
 int PipelineStage::data_size() const { return engine_.channels.topology().num_batches(); }
 
 void PipelineStage::send(const at::Tensor& tensor, int stage) {
+  TORCH_CHECK_VALUE(tensor.is_cpu(), "send: got a tensor on ", tensor.device(), ", expected one on the CPU");
   engine_.told("send", [&] { engine_.channels.stages()->mail().send_known(tensor, stage); });
 }
 

@@ -47,6 +47,7 @@ def lay_grid(engine: DeepSpeedEngine) -> PipelineParallelGrid:
         else PipeDataParallelTopology(mesh["pipe"], mesh["data"])
     )
     grid = engine._grid = groups.mpu = PipelineParallelGrid(topology)
+    groups.team = engine.tensor_team
     engine._process_groups = (*engine._process_groups, *grid.process_groups())
     return grid
 
@@ -323,7 +324,7 @@ class DeepSpeedEngine(EngineAnswers, BatchSizeMethods, Engine, torch.nn.Module):
     def destroy(self) -> None:
         """Returns every byte; the model is whole afterwards, for another initialize. Collective at stage 3."""
         if groups.mpu is self._grid:
-            groups.mpu = None
+            groups.mpu = groups.team = None
         if self._core.closed:
             return
         with whole_afterwards(self.module):

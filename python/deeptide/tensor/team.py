@@ -18,6 +18,7 @@ class Team:
     def __init__(self, core: _C.TensorTeam) -> None:
         self.core = core
         self.size, self.index = core.size, core.index
+        self.alike: set[torch.Size] = set()  # shapes of activations that were found equal on all of them
 
     @property
     def data_rank(self) -> int:

@@ -172,23 +172,24 @@ void refuse_axes(const Config& config, const optim::Rule* rule) {
                  {runtime.drift_interval > 0, subject + "deeptide.drift_interval yet; ", "leave it out"}});
 }
 
-void refuse_tensor(const Config& config) {
+void refuse_tensor(const Config& config, const ModelFacts& model) {
   const std::string subject = "tensor parallelism does not go with ";
-  check(config, {{config.runtime().on_skipped == OnSkipped::rewind, subject + "deeptide.on_skipped \"rewind\" yet; ",
+  const bool on_device = !model.device.is_cpu();
+  check(config, {{on_device && config.zero().stage == 3, subject + "stage 3 on " + model.device.str() + " yet; ",
+                  "choose stage 0, 1 or 2"},
+                 {config.runtime().on_skipped == OnSkipped::rewind, subject + "deeptide.on_skipped \"rewind\" yet; ",
                   "choose \"skip\" or \"raise\""},
                  {!config.checkpoint().preempt_folder.empty(), subject + "deeptide.on_preempt yet; ", "leave it out"}});
 }
 
-void refuse_stages(const Config& config, const ModelFacts& model, const optim::Rule* rule) {
+void refuse_stages(const Config& config, const optim::Rule* rule) {
   const std::string subject = "a pipeline does not go with ";
-  check(config,
-        {{!model.device.is_cpu(), subject + "a model on " + model.device.str() + " yet; ", "move it to the CPU"},
-         {keeps_whole_states(rule), subject + (rule ? rule->name() : "") + ", whose ranks exchange signs; ",
-          "choose another optimizer"},
-         {config.runtime().on_skipped == OnSkipped::rewind, subject + "deeptide.on_skipped \"rewind\" yet; ",
-          "choose \"skip\" or \"raise\""},
-         {!config.checkpoint().preempt_folder.empty(), subject + "deeptide.on_preempt yet; ", "leave it out"},
-         {config.runtime().keep_grad, subject + "deeptide.keep_grad yet; ", "leave it out"}});
+  check(config, {{keeps_whole_states(rule), subject + (rule ? rule->name() : "") + ", whose ranks exchange signs; ",
+                  "choose another optimizer"},
+                 {config.runtime().on_skipped == OnSkipped::rewind, subject + "deeptide.on_skipped \"rewind\" yet; ",
+                  "choose \"skip\" or \"raise\""},
+                 {!config.checkpoint().preempt_folder.empty(), subject + "deeptide.on_preempt yet; ", "leave it out"},
+                 {config.runtime().keep_grad, subject + "deeptide.keep_grad yet; ", "leave it out"}});
 }
 
 void refuse(const Config& config, const ModelFacts& model, const optim::Rule& rule, const Outcome& outcome) {

@@ -16,9 +16,9 @@ void refuse(const Config& config, const ModelFacts& model, const optim::Rule* ru
 /// The same for units on axes of their own. Errors: likewise.
 void refuse_axes(const Config& config, const optim::Rule* rule);
 /// The same for a tensor axis. Errors: likewise.
-void refuse_tensor(const Config& config);
+void refuse_tensor(const Config& config, const ModelFacts& model);
 /// The same for a stage of a pipeline. Errors: likewise.
-void refuse_stages(const Config& config, const ModelFacts& model, const optim::Rule* rule);
+void refuse_stages(const Config& config, const optim::Rule* rule);
 
 /// The result of a design, before it may be built.
 struct Outcome {

@@ -14,7 +14,7 @@ namespace deeptide::engine {
 namespace {
 
 constexpr int64_t kHeaderNumbers = 256;
-constexpr int64_t kDefined = 1, kNeedsGradient = 2;
+constexpr int64_t kDefined = 1, kNeedsGradient = 2, kOnDevice = 4;
 
 std::string text(const Subject& subject) {
   static constexpr std::array kKinds = {"activation", "gradient", "tied weight", "tied gradient"};
@@ -42,8 +42,13 @@ struct Letters::Header {
   static Header of(const Subject& subject, const Activations& tensors) {
     Header header{subject, {}, {}};
     for (const at::Tensor& tensor : tensors) {
-      header.flags.push_back(!tensor.defined() ? 0 : kDefined | (tensor.requires_grad() ? kNeedsGradient : 0));
-      if (tensor.defined()) header.shapes.push_back({tensor.scalar_type(), tensor.sizes().vec()});
+      if (!tensor.defined()) {
+        header.flags.push_back(0);
+        continue;
+      }
+      header.flags.push_back(kDefined | (tensor.requires_grad() ? kNeedsGradient : 0) |
+                             (tensor.is_cpu() ? 0 : kOnDevice));
+      header.shapes.push_back({tensor.scalar_type(), tensor.sizes().vec()});
     }
     return header;
   }
@@ -109,7 +114,7 @@ void Letters::send(const Subject& subject, const Activations& tensors, int to) {
     }
   }
   for (const at::Tensor& tensor : tensors) {
-    if (tensor.defined() && tensor.numel() > 0) stage_.send(tensor.detach(), to);
+    if (tensor.defined() && tensor.numel() > 0) stage_.send(tensor.detach().cpu(), to);
   }
   line.note(header.shapes);
 }
@@ -162,6 +167,7 @@ std::pair<Subject, Activations> Letters::next(int from) {
   auto asked = incoming.tensors.begin();
   for (const int64_t flag : header.flags) {
     tensors.push_back(flag == 0 ? at::Tensor() : take(*asked++));
+    if ((flag & kOnDevice) != 0) tensors.back() = tensors.back().to(stage_.device());
     if ((flag & kNeedsGradient) != 0) tensors.back().requires_grad_();
   }
   return {header.subject, std::move(tensors)};

@@ -59,32 +59,80 @@ def train(kind, stage, gas, more, number):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_ranks_that_share_layers_train_as_one(kind, stage):
     run_processes(2, train, kind, stage, 2, {}, stage, preload=("torch._dynamo",))
 
 
-def train_twice_as_wide(stage):
-    """Two teams of two, each with half of the batches."""
+def ask_for_stage_3():
+    begin()
+    try:
+        start("llama", meshes.config("llama", 3, tensor=2))
+    except deeptide.ConfigError as error:
+        assert f"tensor parallelism does not go with stage 3 on {DEVICE}" in str(error), error
+    else:
+        raise AssertionError("it began")
+    dist.destroy_process_group()
+
+
+def test_stage_3_is_refused_to_ranks_that_share_layers():
+    run_processes(2, ask_for_stage_3, preload=("torch._dynamo",))
+
+
+def train_in_stages(kind, stage, gas, more, number):
+    """Stages on accelerators, each on one: losses, norms and states of the whole model on a CPU."""
     controls = begin()
-    controls.configure("late_default", max_delay_us=300, connections=1, patience=20)
-    engine = start("llama", meshes.config("llama", stage, tensor=2, gas=2))
-    losses, norms = placed_steps(engine, "llama", 2)
-    assert engine.mesh == {"pipe": 1, "data": 2, "tensor": 2}
+    schedule = ("random", "late_default", "late_others")[number % 3]
+    controls.configure(schedule, max_delay_us=300, seed=number, patience=20)
+    expected, before = alone(kind, stage, gas, {}), controls.used_bytes()
+    parallel = {"parallel": {"pipeline": 2, **more}}
+    engine = start(kind, meshes.config(kind, stage, gas=gas, **parallel))
+    losses, norms = placed_steps(engine, kind, gas)
+    cut.near(losses, expected[0], 1e-5, "losses")
+    cut.near(norms, expected[1], 1e-4, "norms")
+    for name, state in meshes.states(engine).items():
+        cut.near(state.cpu(), expected[2][name], 2e-3, name, floor=1e-4)
+    engine.destroy()
     assert controls.settle() == ""
+    del engine, state
+    gc.collect()
+    assert controls.used_bytes() == before
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_stages_train_as_one(kind, schedule, stage):
+    more = {"schedule": schedule}
+    run_processes(2, train_in_stages, kind, stage, 3, more, stage, preload=("torch._dynamo",))
+
+
+def train_on_a_mesh(stage, pipeline, tensor):
+    controls = begin()
+    controls.configure("late_default", max_delay_us=300, patience=20)
+    engine = start("llama", meshes.config("llama", stage, pipeline=pipeline, tensor=tensor, gas=2))
+    losses, norms = placed_steps(engine, "llama", 2)
+    assert controls.settle() == ""
+    data = engine.data_parallel_size
     engine.destroy()
     results = [None] * dist.get_world_size()
     dist.all_gather_object(results, (losses, norms))
     assert results == [results[0]] * 4
-    print(json.dumps([losses, norms]))
+    print(json.dumps([losses, norms, data]))
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_teams_train_on_other_batches(stage):
-    done = run_processes(4, train_twice_as_wide, stage, preload=("torch._dynamo",))
-    losses, norms = json.loads(done[0].stdout.strip().splitlines()[-1])
-    expected = run_ranks(2, meshes.train, "llama", meshes.config("llama", stage, gas=2), 2)[0]
+@pytest.mark.parametrize(
+    ("mesh", "stage"),
+    [(mesh, stage) for mesh in ((1, 2), (2, 1), (2, 2)) for stage in range(4) if mesh[1] == 1 or stage < 3],
+    ids=str,
+)
+def test_four_ranks_train_as_the_whole_model_on_other_batches(mesh, stage):
+    done = run_processes(4, train_on_a_mesh, stage, *mesh, preload=("torch._dynamo",))
+    losses, norms, data = json.loads(done[0].stdout.strip().splitlines()[-1])
+    assert data == 4 // (mesh[0] * mesh[1])
+    expected = run_ranks(data, meshes.train, "llama", meshes.config("llama", stage, gas=2), 2)[0]
     cut.near(losses, expected[0], 1e-5, "losses")
     cut.near(norms, expected[1], 1e-4, "norms")

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import deeptide
-from deeptide.tensor import mpu, team_of
+from deeptide.tensor import kept, make_team, mpu, team_of
 
 PRELOAD = ("deeptide.as_deepspeed.initialize", "deeptide.as_deepspeed.training.tensor_parallel", "deeptide.tensor.axis")
 SIZE = 2
@@ -118,6 +118,68 @@ class Mpu:
 
     def get_model_parallel_rank(self):
         return (dist.get_rank() + self.shift) % SIZE
+
+
+class Recomputed(Megatron):
+    """Backward computes its blocks again, from arguments that are kept."""
+
+    def run(self, block, x):
+        return deepspeed("training.checkpointing").checkpoint(lambda x: super(Recomputed, self).run(block, x), x)
+
+
+def recomputed(in_parts, on_cpu=False):
+    """(losses, norms, (elements kept, elements of the whole) of each argument that is kept in a part)."""
+    parts, plain = [], kept._Part
+
+    class Part(plain):
+        def __new__(cls, values, shape, device):
+            parts.append((values.numel(), shape.numel()))
+            return plain(values, shape, device)
+
+    kept._Part = Part
+    deepspeed("training.checkpointing").configure(partition_activations=in_parts, checkpoint_in_cpu=on_cpu)
+    try:
+        model = models.make_model(kind=Recomputed)
+        model.cut(dist.get_rank())
+        engine = deepspeed("initialize").initialize(model=model, config=models.config(2, micro=cut.MICRO), mpu=Mpu())[0]
+        losses, norms = train(engine)
+        engine.destroy()
+    finally:
+        kept._Part = plain
+        deepspeed("training.checkpointing").configure(partition_activations=False, checkpoint_in_cpu=False)
+    return losses, norms, parts
+
+
+def begin_in_parts():
+    deepspeed("initialize").init_distributed()
+    kept._LEAST = 1
+    whole, in_parts, on_cpu = recomputed(False), recomputed(True), recomputed(True, on_cpu=True)
+    assert whole[2] == []
+    assert in_parts[:2] == whole[:2]
+    assert on_cpu == in_parts
+    assert len(in_parts[2]) >= cut.STEPS  # an argument of each block in each step
+    assert all(own == -(-numel // SIZE) for own, numel in in_parts[2])
+
+
+@pytest.mark.costly
+def test_ranks_keep_a_part_of_each_argument_of_a_checkpoint():
+    run_processes(SIZE, begin_in_parts, preload=(*PRELOAD, "deeptide.tensor.kept"))
+
+
+def begin_with_other_arguments():
+    deepspeed("initialize").init_distributed()
+    with kept.partitioned(make_team(SIZE)):
+        x = torch.full((64, 64), float(dist.get_rank()), requires_grad=True)
+        try:
+            x.square()
+        except ValueError as error:
+            assert "shape (64, 64) that is kept for backward differs among the 2 ranks" in str(error)
+        else:
+            raise AssertionError("it took them for equal")
+
+
+def test_arguments_that_are_not_alike_are_refused_a_part():
+    run_processes(SIZE, begin_with_other_arguments, preload=(*PRELOAD, "deeptide.tensor.kept"))
 
 
 def begin_by_mpu(folder):

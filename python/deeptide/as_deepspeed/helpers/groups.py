@@ -12,8 +12,10 @@ from deeptide.comm import get_all_ranks_from_group, get_world_group
 
 if TYPE_CHECKING:
     from deeptide.as_deepspeed.pipe.topology import PipelineParallelGrid
+    from deeptide.tensor.team import Team
 
 mpu: PipelineParallelGrid | None = None  # of the last engine with stages or shared layers that was made, until its end
+team: Team | None = None  # the ranks that share layers in that engine
 mesh_device = None  # as in DeepSpeed before anything sets it
 
 

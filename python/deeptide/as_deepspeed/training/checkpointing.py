@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's activation checkpointing: torch's, with the few settings that torch has too."""
+"""DeepSpeed's activation checkpointing: torch's, in CPU memory or in parts on ranks that share layers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
+from deeptide.as_deepspeed.helpers import groups
 from deeptide.as_deepspeed.training import rng_tracker
 from deeptide.as_deepspeed.training.rng_tracker import (
     RngTracker,
@@ -34,7 +35,7 @@ __all__ = [
     "set_num_layers",
 ]
 
-_state = {"configured": False, "cpu": False}
+_state = {"configured": False, "cpu": False, "partition": False}
 
 
 def configure(
@@ -47,20 +48,27 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """checkpoint_in_cpu keeps activations in CPU memory, `mpu_` tells ranks' seeds apart; the rest has no effect.
+    """checkpoint_in_cpu keeps activations in CPU memory, partition_activations a part of them on each rank of a team.
 
-    deepspeed_config: a dictionary or a path, whose "activation_checkpointing" says cpu_checkpointing; arguments win.
+    `mpu_` tells ranks' seeds apart; the rest has no effect. deepspeed_config: a dictionary or a path, whose
+    "activation_checkpointing" says cpu_checkpointing and partition_activations; arguments win.
     """
     _state["configured"] = True
     if mpu_ is not None:
         rng_tracker.mpu = mpu_
-    if checkpoint_in_cpu is None and deepspeed_config is not None:
+    section: dict[str, Any] = {}
+    if deepspeed_config is not None:
         from deeptide.as_deepspeed.config.configuration import as_dict
 
-        config = as_dict(deepspeed_config)
-        checkpoint_in_cpu = config.get("activation_checkpointing", {}).get("cpu_checkpointing")
-    if checkpoint_in_cpu is not None:
-        _state["cpu"] = bool(checkpoint_in_cpu)
+        section = as_dict(deepspeed_config).get("activation_checkpointing", {})
+    given = {
+        "cpu": (checkpoint_in_cpu, "cpu_checkpointing"),
+        "partition": (partition_activations, "partition_activations"),
+    }
+    for name, (argument, key) in given.items():
+        value = section.get(key) if argument is None else argument
+        if value is not None:
+            _state[name] = bool(value)
 
 
 def is_configured() -> bool:
@@ -77,12 +85,22 @@ def set_num_layers(nlayers: int) -> None:
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """There are no model-parallel ranks to share them out to."""
+    """The same as configure(partition_activations=…)."""
+    _state["partition"] = bool(partition_activation)
+
+
+def _place() -> contextlib.AbstractContextManager[Any]:
+    """Around a checkpoint: where its arguments are kept."""
+    team = groups.team if _state["partition"] else None
+    if team is not None and team.size > 1:
+        from deeptide.tensor.kept import partitioned
+
+        return partitioned(team, _state["cpu"])
+    return torch.autograd.graph.save_on_cpu() if _state["cpu"] else contextlib.nullcontext()
 
 
 def _run(function: Callable[..., Any], args: tuple[Any, ...], use_reentrant: bool) -> Any:
-    place = torch.autograd.graph.save_on_cpu() if _state["cpu"] else contextlib.nullcontext()
-    with place:
+    with _place():
         return torch.utils.checkpoint.checkpoint(rng_tracker.repeatable(function), *args, use_reentrant=use_reentrant)
 
 

@@ -1,6 +1,9 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""Sends tensors in any nesting between stages, under a header that says what comes."""
+"""Sends tensors in any nesting between stages, under a header that says what comes.
+
+They travel through the host's memory: what lies on a device is copied from there, and to the receiver's.
+"""
 
 from __future__ import annotations
 
@@ -104,8 +107,8 @@ def _shapes_of(tensors: list[torch.Tensor]) -> _Shapes:
 
 
 def _header(subject: Subject, tree: Any, tensors: list[torch.Tensor], shapes: _Shapes) -> list[torch.Tensor]:
-    needs_grad = [tensor.requires_grad for tensor in tensors]
-    text = json.dumps([subject, _encoded(tree, iter(range(len(tensors)))), shapes, needs_grad]).encode()
+    traits = [(tensor.requires_grad, not tensor.is_cpu) for tensor in tensors]
+    text = json.dumps([subject, _encoded(tree, iter(range(len(tensors)))), shapes, traits]).encode()
     room = HEADER_BYTES - _LENGTH_BYTES
     data = len(text).to_bytes(_LENGTH_BYTES, "little") + text[:room].ljust(room)
     parts = [data] if len(text) <= room else [data, text[room:]]
@@ -122,8 +125,10 @@ class _Incoming(NamedTuple):
 class Letters:
     """Sends and receives trees. Letters of one stage come in the order in which they were sent."""
 
-    def __init__(self, stage: _C.PipelineStage) -> None:
+    def __init__(self, stage: _C.PipelineStage, device: torch.device) -> None:
+        """device: of this stage's parameters; the CPU where it has none."""
         self._stage = stage
+        self._device = device if device.type != "cpu" else torch.accelerator.current_accelerator() or device
         self._out: dict[int, _Line] = {}
         self._in: dict[int, _Line] = {}
         self._asked: dict[int, _Incoming] = {}
@@ -153,7 +158,7 @@ class Letters:
         header, *rest = _header(subject, tree, tensors, shapes)
         for tensor in (header, *first, *rest, *last):
             if tensor.numel() > 0:
-                self._stage.send(tensor.detach(), to)
+                self._stage.send(tensor.detach().cpu(), to)
         line.note(shapes)
 
     def receive(self, subject: Subject, source: int) -> Any:
@@ -179,13 +184,15 @@ class Letters:
         if source not in self._asked:
             self._ask(source)
         incoming = self._asked.pop(source)
-        subject, code, needs_grad, tensors = self._open(incoming, source)
+        subject, code, traits, tensors = self._open(incoming, source)
         self._due[source] = self._due.get(source, 1) - 1
         if self._due[source] > 0:
             self._ask(source)
-        values = [self._taken(*each) for each in tensors]
-        content = _decoded(code, [value.requires_grad_(grad) for value, grad in zip(values, needs_grad, strict=True)])
-        return subject, content
+        values = []
+        for each, (needs_grad, on_device) in zip(tensors, traits, strict=True):
+            value = self._taken(*each)
+            values.append((value.to(self._device) if on_device else value).requires_grad_(needs_grad))
+        return subject, _decoded(code, values)
 
     def _ask(self, source: int) -> None:
         header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
@@ -201,7 +208,7 @@ class Letters:
 
     def _open(
         self, incoming: _Incoming, source: int
-    ) -> tuple[Subject, Any, list[bool], list[tuple[torch.Tensor, int | None]]]:
+    ) -> tuple[Subject, Any, list[tuple[bool, bool]], list[tuple[torch.Tensor, int | None]]]:
         """Reads the header, and asks for its tensors where they are others than was taken for granted."""
         data = self._stage.receive(incoming.header).numpy().tobytes()
         length = int.from_bytes(data[:_LENGTH_BYTES], "little")
@@ -210,11 +217,11 @@ class Letters:
         if length > len(text):
             rest = torch.empty(length - len(text), dtype=torch.uint8)
             text += self._taken(*self._expected(rest, source)).numpy().tobytes()
-        subject, code, shapes, needs_grad = json.loads(text)
+        subject, code, shapes, traits = json.loads(text)
         shapes = [(dtype, shape) for dtype, shape in shapes]
         if not line.is_steady or shapes != line.shapes:
             for each in tensors:
                 self._taken(*each)
             tensors = [self._expected(_empty(dtype, shape), source) for dtype, shape in shapes]
         line.note(shapes)
-        return Subject(*subject), code, needs_grad, tensors
+        return Subject(*subject), code, traits, tensors

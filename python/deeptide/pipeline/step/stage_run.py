@@ -65,7 +65,7 @@ class StageRun:
 
     def __init__(self, engine: PipelineEngine, stage: _C.PipelineStage | None, model: StageModel) -> None:
         self._engine, self._stage, self._model, self._ties = engine, stage, model, model.ties
-        self._letters = Letters(stage) if stage is not None else None
+        self._letters = Letters(stage, engine._core.device()) if stage is not None else None
         self._here, self._stages, self._chunks = model.stage_id, model.num_stages, model.num_chunks
         self._last = self._stages - 1
         self._number = 0  # of steps and evaluations so far

@@ -32,8 +32,10 @@ Key activation_checkpointing_section() {
           integer("buffer_count", 8, "Blocks of 4 MiB in memory between a rank and its files.")
               .between(4, 1024)
               .read_by("python/deeptide/activations"),
-          flag("partition_activations", false, "Share kept activations out to model-parallel ranks.")
-              .never("there are no model-parallel ranks to share them out to"),
+          flag("partition_activations", false,
+               "deepspeed.checkpointing.configure(deepspeed_config=…) makes its checkpoint function keep a part of "
+               "its arguments on each of the ranks that share layers.")
+              .read_by("python/deeptide/as_deepspeed/training/checkpointing.py"),
           integer("number_checkpoints", {}, "Kept activations.")
               .at_least(0)
               .never("it sizes a buffer of DeepSpeed's; torch keeps activations one by one"),
