@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""Models on an accelerator whose layers ranks share, beside the same models whole on a CPU."""
+"""Models on accelerators, in stages or with layers that ranks share, beside the same models whole on a CPU."""
 
 import gc
 import json
@@ -15,15 +15,17 @@ from conftest import run_processes, run_ranks
 
 import deeptide
 
+GAS = 3
+
 
 def placed(batch):
     return {name: value.to(DEVICE) for name, value in batch.items()}
 
 
-def alone(kind, stage, gas, more):
-    """(losses, norms) of the whole model on a CPU, with the batches of one data rank after the other."""
+def alone(kind, stage):
+    """(losses, norms, states) of the whole model on a CPU, with the batches of one data rank."""
     world = deeptide.make_world(dist.HashStore(), 0, 1)
-    return meshes.train(world, kind, meshes.config(kind, stage, gas=gas, **more), gas)[:3]
+    return meshes.train(world, kind, meshes.config(kind, stage, gas=GAS), GAS)[:3]
 
 
 def placed_steps(engine, kind, gas):
@@ -39,14 +41,15 @@ def start(kind, config):
     return deeptide.initialize(model=models.to_device(meshes.make(kind), DEVICE), config=config)[0]
 
 
-def train(kind, stage, gas, more, number):
-    """Ranks that share layers, all on one batch: what they compute is what one rank does."""
+def train(kind, stage, parallel, number):
+    """Two ranks on one data rank's batches: losses, norms and states of the whole model on a CPU."""
     controls = begin()
     schedule = ("random", "late_default", "late_others")[number % 3]
-    controls.configure(schedule, max_delay_us=300, seed=number, connections=number % 2, patience=20)
-    expected, before = alone(kind, stage, gas, more), controls.used_bytes()
-    engine = start(kind, meshes.config(kind, stage, tensor=2, gas=gas, **more))
-    losses, norms = placed_steps(engine, kind, gas)
+    aliasing = number % 2 if "tensor" in parallel else 0  # queues of the hardware that all streams share
+    controls.configure(schedule, max_delay_us=300, seed=number, connections=aliasing, patience=20)
+    expected, before = alone(kind, stage), controls.used_bytes()
+    engine = start(kind, meshes.config(kind, stage, gas=GAS, parallel=parallel))
+    losses, norms = placed_steps(engine, kind, GAS)
     cut.near(losses, expected[0], 1e-5, "losses")
     cut.near(norms, expected[1], 1e-4, "norms")
     for name, state in meshes.states(engine).items():
@@ -62,7 +65,7 @@ def train(kind, stage, gas, more, number):
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_ranks_that_share_layers_train_as_one(kind, stage):
-    run_processes(2, train, kind, stage, 2, {}, stage, preload=("torch._dynamo",))
+    run_processes(2, train, kind, stage, {"tensor": 2}, stage, preload=("torch._dynamo",))
 
 
 def ask_for_stage_3():
@@ -80,40 +83,18 @@ def test_stage_3_is_refused_to_ranks_that_share_layers():
     run_processes(2, ask_for_stage_3, preload=("torch._dynamo",))
 
 
-def train_in_stages(kind, stage, gas, more, number):
-    """Stages on accelerators, each on one: losses, norms and states of the whole model on a CPU."""
-    controls = begin()
-    schedule = ("random", "late_default", "late_others")[number % 3]
-    controls.configure(schedule, max_delay_us=300, seed=number, patience=20)
-    expected, before = alone(kind, stage, gas, {}), controls.used_bytes()
-    parallel = {"parallel": {"pipeline": 2, **more}}
-    engine = start(kind, meshes.config(kind, stage, gas=gas, **parallel))
-    losses, norms = placed_steps(engine, kind, gas)
-    cut.near(losses, expected[0], 1e-5, "losses")
-    cut.near(norms, expected[1], 1e-4, "norms")
-    for name, state in meshes.states(engine).items():
-        cut.near(state.cpu(), expected[2][name], 2e-3, name, floor=1e-4)
-    engine.destroy()
-    assert controls.settle() == ""
-    del engine, state
-    gc.collect()
-    assert controls.used_bytes() == before
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_stages_train_as_one(kind, schedule, stage):
-    more = {"schedule": schedule}
-    run_processes(2, train_in_stages, kind, stage, 3, more, stage, preload=("torch._dynamo",))
+    run_processes(2, train, kind, stage, {"pipeline": 2, "schedule": schedule}, stage, preload=("torch._dynamo",))
 
 
 def train_on_a_mesh(stage, pipeline, tensor):
     controls = begin()
     controls.configure("late_default", max_delay_us=300, patience=20)
-    engine = start("llama", meshes.config("llama", stage, pipeline=pipeline, tensor=tensor, gas=2))
-    losses, norms = placed_steps(engine, "llama", 2)
+    engine = start("llama", meshes.config("llama", stage, pipeline=pipeline, tensor=tensor, gas=GAS))
+    losses, norms = placed_steps(engine, "llama", GAS)
     assert controls.settle() == ""
     data = engine.data_parallel_size
     engine.destroy()
@@ -133,6 +114,6 @@ def test_four_ranks_train_as_the_whole_model_on_other_batches(mesh, stage):
     done = run_processes(4, train_on_a_mesh, stage, *mesh, preload=("torch._dynamo",))
     losses, norms, data = json.loads(done[0].stdout.strip().splitlines()[-1])
     assert data == 4 // (mesh[0] * mesh[1])
-    expected = run_ranks(data, meshes.train, "llama", meshes.config("llama", stage, gas=2), 2)[0]
+    expected = run_ranks(data, meshes.train, "llama", meshes.config("llama", stage, gas=GAS), GAS)[0]
     cut.near(losses, expected[0], 1e-5, "losses")
     cut.near(norms, expected[1], 1e-4, "norms")
