@@ -19,11 +19,9 @@ namespace {
 std::string kind_of(const std::string& channel) { return channel.substr(channel.rfind('/') + 1); }
 
 // By name: the group's Python object and ours need not agree on how they hold it.
-void use_group(World& world, const std::string& name, c10::Device device, const std::string& kind) {
+void use_group(World& world, const std::string& name, c10::Device device) {
   auto backend = c10d::resolve_process_group(name)->getBackend(device.type());
-  world.make_backend = [backend, kind, others = world.make_backend, size = world.size](const std::vector<int>& ranks,
-                                                                                       const std::string& channel) {
-    if (!kind.empty() && kind_of(channel) != kind && others) return others(ranks, channel);
+  world.make_backend = [backend, size = world.size](const std::vector<int>& ranks, const std::string& channel) {
     if (static_cast<int>(ranks.size()) == size) return backend;
     throw ConfigError("the process group carries all " + std::to_string(size) + " ranks; channel '" + channel +
                       "' is of " + std::to_string(ranks.size()));
@@ -66,7 +64,7 @@ void bind_world(py::module_& module) {
       .def_readwrite("local_rank", &World::local_rank)
       .def_readwrite("source", &World::source)
       .def_property_readonly("store", [](const World& world) { return world.store; })
-      .def("use_group", &use_group, py::arg("group_name"), py::arg("device"), py::arg("channel") = "", NoGil())
+      .def("use_group", &use_group, py::arg("group_name"), py::arg("device"), NoGil())
       .def("use_groups", &use_groups, py::arg("find"), py::arg("device"))
       .def("__repr__", &describe_world);
   py::class_<Discovery>(module, "Discovery", "Where this process stands in its world.")

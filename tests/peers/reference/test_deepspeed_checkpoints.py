@@ -24,14 +24,11 @@ THEIRS = Path(__file__).parents[3] / ".venv-peers-deepspeed"
 GOLDEN = Path(__file__).parents[2] / "python" / "checkpoint" / "golden_deepspeed.tar.xz"
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    """A folder of checkpoints by case, of two ranks."""
+def run_deepspeed(program, folder, *arguments):
+    """Runs a program of this folder in two ranks under DeepSpeed's Python; skips the tests where there is none."""
     python = THEIRS / "bin" / "python"
     if not python.exists():
         pytest.skip(f"there is no {THEIRS.name}: tests/peers/run.sh makes it")
-    folder = tmp_path_factory.mktemp("checkpoints")
-    (folder / "cases.json").write_text(json.dumps(CASES))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     environment = {
@@ -45,7 +42,7 @@ def checkpoints(tmp_path_factory):
         "DS_ACCELERATOR": "cpu",
         "TORCH_EXTENSIONS_DIR": str(THEIRS / "torch_extensions"),
     }
-    words = [python, Path(__file__).parent / "deepspeed_checkpoint_rank.py", folder / "cases.json", folder]
+    words = [python, Path(__file__).parent / program, *arguments]
     processes = []
     for rank in range(2):
         with (folder / f"{rank}.log").open("w") as log:
@@ -58,6 +55,14 @@ def checkpoints(tmp_path_factory):
             process.kill()
     if codes != [0, 0]:
         pytest.fail(f"DeepSpeed ended with {codes}:\n" + (folder / "0.log").read_text()[-3000:])
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """A folder of checkpoints by case, of two ranks."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    (folder / "cases.json").write_text(json.dumps(CASES))
+    run_deepspeed("deepspeed_checkpoint_rank.py", folder, folder / "cases.json", folder)
     if os.environ.get("GOLDEN") == "1":
         write_golden(folder, GOLDEN)
     return folder

@@ -6,15 +6,13 @@ GOLDEN=1 also writes them to tests/python/checkpoint/golden_deepspeed_parallel.t
 """
 
 import os
-import socket
-import subprocess
 from pathlib import Path
 
 import pytest
 from conftest import ranks
 from parallel_here import go_on_in_pipeline, load_tensors
 from parallel_runs import PIPELINES, TENSORS
-from test_deepspeed_checkpoints import THEIRS, write_golden
+from test_deepspeed_checkpoints import run_deepspeed, write_golden
 
 GOLDEN = Path(__file__).parents[2] / "python" / "checkpoint" / "golden_deepspeed_parallel.tar.xz"
 
@@ -22,36 +20,8 @@ GOLDEN = Path(__file__).parents[2] / "python" / "checkpoint" / "golden_deepspeed
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     """A folder of checkpoints by case, of two ranks."""
-    python = THEIRS / "bin" / "python"
-    if not python.exists():
-        pytest.skip(f"there is no {THEIRS.name}: tests/peers/run.sh makes it")
     folder = tmp_path_factory.mktemp("checkpoints")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    environment = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "LOCAL_SIZE": "2",
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "TORCH_EXTENSIONS_DIR": str(THEIRS / "torch_extensions"),
-    }
-    words = [str(python), str(Path(__file__).parent / "deepspeed_parallel_rank.py"), str(folder)]
-    processes = []
-    for rank in range(2):
-        with (folder / f"{rank}.log").open("w") as log:
-            own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            processes.append(subprocess.Popen(words, stdout=log, stderr=log, env=own, cwd=folder))
-    try:
-        codes = [process.wait(timeout=1800) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    if codes != [0, 0]:
-        pytest.fail(f"DeepSpeed ended with {codes}:\n" + (folder / "0.log").read_text()[-3000:])
+    run_deepspeed("deepspeed_parallel_rank.py", folder, folder)
     if os.environ.get("GOLDEN") == "1":
         write_golden(folder, GOLDEN)
     return folder

@@ -10,11 +10,11 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 
 import pytest
 from conftest import run_ranks
+from golden import unpack
 from moved_here import go_on, precision_of
 from moved_runs import CASES
 
@@ -27,12 +27,7 @@ TOLERANCE = {"fp32": 2e-6, "bf16": 2e-3, "fp16": 2e-4}
 
 @pytest.fixture(scope="session")
 def golden(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("golden")
-    with tarfile.open(GOLDEN) as archive:
-        if hasattr(tarfile, "data_filter"):  # not in the first versions of Python 3.11
-            archive.extraction_filter = tarfile.data_filter
-        archive.extractall(folder)
-    return folder
+    return unpack(GOLDEN, tmp_path_factory.mktemp("golden"))
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "universal" not in name])

@@ -7,12 +7,12 @@ ranks beside them what its own ds_to_universal made. deepspeed_parallel_rank.py 
 """
 
 import shutil
-import tarfile
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import run_ranks
+from golden import unpack
 from parallel_here import go_on_in_pipeline, load_tensors
 from parallel_runs import PIPELINES, TENSORS, make_llama
 
@@ -27,12 +27,7 @@ UNNAMED = "pipeline-0-fp32-tied"
 
 @pytest.fixture(scope="session")
 def golden(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("golden_parallel")
-    with tarfile.open(GOLDEN) as archive:
-        if hasattr(tarfile, "data_filter"):  # not in the first versions of Python 3.11
-            archive.extraction_filter = tarfile.data_filter
-        archive.extractall(folder)
-    return folder
+    return unpack(GOLDEN, tmp_path_factory.mktemp("golden_parallel"))
 
 
 def tolerance_of(name):
