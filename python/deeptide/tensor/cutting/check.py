@@ -4,10 +4,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deeptide._C import CommError, ConfigError
 from deeptide._process.log import say
@@ -49,10 +50,28 @@ def try_whole(model: nn.Module, example: Example | None, team: Team) -> Trial | 
     return _trial(model, list(examples_of(model))[first]) if first >= 0 else None
 
 
+class _Draws(TorchDispatchMode):
+    """Notes whether an operator of this thread may draw: ranks that are threads share one generator."""
+
+    maybe = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.maybe |= torch.Tag.nondeterministic_seeded in func.tags and not _drops_nothing(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def _drops_nothing(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether it is an attention without dropout, which has the tag too."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return "dropout_p" in names and given.get("dropout_p", 0.0) == 0.0
+
+
 def _trial(model: nn.Module, inputs: Example) -> Trial:
     before = torch.get_rng_state()
-    outputs = outputs_of(model, inputs)
-    if torch.equal(before, torch.get_rng_state()):
+    with _Draws() as draws:  # type: ignore[no-untyped-call]
+        outputs = outputs_of(model, inputs)
+    if not draws.maybe or torch.equal(before, torch.get_rng_state()):
         return Trial(inputs, outputs, False)
     torch.set_rng_state(before)
     return Trial(inputs, outputs_of(model, inputs, draws=True), True)

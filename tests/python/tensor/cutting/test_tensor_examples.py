@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models of pictures and sound: compared at the start with inputs that their configurations describe, and trained."""
 
+import threading
+
 import cut
 import models
 import pytest
@@ -131,6 +133,27 @@ class Picky(transformers.BertForMaskedLM):
 
     def forward(self, input_ids=None, *, mood, **inputs):
         return super().forward(input_ids=input_ids, **inputs)
+
+
+def test_numbers_that_another_thread_draws_during_the_check_stay_drawn():
+    """Else a model that is built there, by a rank of this process, gets the same numbers twice."""
+
+    class Attending(torch.nn.Module):
+        def forward(self, x):
+            drawer = threading.Thread(target=lambda: drawn.append(torch.rand(3)))
+            drawer.start()
+            drawer.join()
+            heads = x.view(1, 1, 4, 8)
+            return torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
+
+    drawn = []
+    torch.manual_seed(2)
+    expected = torch.rand(3), torch.rand(3)
+    torch.manual_seed(2)
+    trial = check.try_whole(Attending(), {"x": torch.ones(4, 8)}, None)
+    assert not trial.draws
+    assert torch.equal(drawn[0], expected[0])
+    assert torch.equal(torch.rand(3), expected[1])
 
 
 def test_a_model_that_does_not_run_with_guessed_inputs_is_told_of_and_not_refused(caplog):
