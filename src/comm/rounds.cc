@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Runs each round as one small all-gather; they end in the order in which they began.
+// Runs each round as one small all-gather, or as none; they end in the order in which they began.
 #include "comm/rounds.h"
 
 #include <ATen/ops/empty.h>
@@ -33,7 +33,7 @@ bool Rounds::posted() const {
 
 bool Rounds::ready() const {
   const std::lock_guard lock(mutex_);
-  return !posted_.empty() && posted_.front().pending.ready();
+  return !posted_.empty() && (posted_.front().is_own || posted_.front().pending.ready());
 }
 
 void Rounds::post(Word word) {
@@ -56,6 +56,13 @@ void Rounds::start(Word word) {
   if (!round.in.defined()) {
     round = {.out = bytes_of(sizeof(Word) * static_cast<size_t>(size())), .in = bytes_of(sizeof(Word))};
   }
+  round.is_own = alike_ && std::holds_alternative<Wishes>(word);
+  if (round.is_own) {
+    for (int rank = 0; rank < size(); ++rank) {
+      std::memcpy(static_cast<char*>(round.out.mutable_data_ptr()) + sizeof(Word) * rank, &word, sizeof(Word));
+    }
+    return;
+  }
   std::memcpy(round.in.mutable_data_ptr(), &word, sizeof(Word));
   round.pending = control_.all_gather(round.out, round.in);
 }
@@ -63,9 +70,11 @@ void Rounds::start(Word word) {
 std::optional<std::vector<Word>> Rounds::collect_for(std::chrono::milliseconds limit, const Site& site) {
   const std::lock_guard lock(mutex_);
   DEEPTIDE_INVARIANT(!posted_.empty(), "no round is under way");
-  if (!wait_) wait_.emplace(control_, posted_.front().pending, site);
-  if (!wait_->go_on(limit)) return std::nullopt;
-  wait_.reset();
+  if (!posted_.front().is_own) {
+    if (!wait_) wait_.emplace(control_, posted_.front().pending, site);
+    if (!wait_->go_on(limit)) return std::nullopt;
+    wait_.reset();
+  }
   spare_ = std::move(posted_.front());
   posted_.pop_front();
   ++count_;

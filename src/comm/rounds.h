@@ -30,6 +30,10 @@ class Rounds {
   explicit Rounds(Group& control);
 
   int size() const { return control_.size(); }
+  /// From now on every rank's wishes are taken to be this rank's own, and are not sent: all run one program. So no host
+  /// waits for another's between two closes, which are rounds still.
+  void take_wishes_as_alike() { alike_ = true; }
+  bool are_wishes_alike() const { return alike_; }
 
   // Rounds.
   bool posted() const;
@@ -61,7 +65,7 @@ class Rounds {
   int64_t launched() const { return launched_; }
   int64_t awaited() const { return awaited_; }
   /// The reductions that all ranks have launched, as far as this rank knows from the last round.
-  int64_t launched_by_all() const { return launched_by_all_; }
+  int64_t launched_by_all() const { return alike_ ? launched_ : launched_by_all_; }
 
   // Votes: collective, between rounds.
   /// Every rank receives every rank's bytes, equally many, in the team's order.
@@ -85,11 +89,13 @@ class Rounds {
   struct Round {
     at::Tensor out, in;
     Pending pending = {};
+    bool is_own = false;  // nothing was sent
   };
   void start(Word word);
   std::vector<Word> words(const Round& round);
 
   Group& control_;
+  bool alike_ = false;
   mutable std::mutex mutex_;
   std::deque<Round> posted_;  // in their order
   std::optional<Wait> wait_;  // for the first of them; nothing: nobody has waited yet

@@ -55,6 +55,12 @@ bool wants_side_thread(const Config& config, const host::Host& host, const comm:
   return config.runtime().reduce_thread == ReduceThread::on || has_idle_core(host, team);
 }
 
+/// Whether layers wait on devices for other ranks of a stage 3: a host that waits for its device answers no round, so
+/// that ranks could wait for each other in a circle.
+bool runs_one_program(const engine::Design& design) {
+  return !design.on_cpu() && design.policy.shard_parameters && design.topology.mesh.size(world::Axis::tensor) > 1;
+}
+
 /// Tells of a learning rate that the program has set and the schedule overrides: one of the two is a mistake.
 void warn_of_rates(const Config& config, const std::vector<ParameterGroup>& groups) {
   const auto peak = optim::peak_of(config.scheduler());
@@ -93,6 +99,7 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
   // One block stays free for the shard that is being gathered.
   if (model.offloaded() && model.offloaded()->uses_files())
     limits.read_ahead_bytes = model.offloaded()->staging_bytes() - tiers::kSwapBlockBytes;
+  if (runs_one_program(design)) channels.rounds().take_wishes_as_alike();
   residency = std::make_unique<sharding::Residency>(model.sharded(), channels.all(Purpose::gathers), channels.rounds(),
                                                     ledger, model.device(), limits);
   if (design.rule) {

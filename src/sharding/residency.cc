@@ -358,6 +358,7 @@ std::optional<std::vector<Word>> Residency::collect_for(milliseconds limit, cons
 }
 
 void Residency::attend() {
+  if (rounds_.are_wishes_alike()) return;  // nobody waits for this rank's, and gathers are issued where the program is
   auto work = [&] {
     std::lock_guard lock(mutex_);
     advance_gathers();

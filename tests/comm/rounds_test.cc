@@ -61,5 +61,29 @@ TEST(Rounds, TellWhatIsAnnouncedBehindAWordUnderWay) {
   });
 }
 
+// A host that waits for its device answers nobody, so nobody may ask between closes.
+TEST(Rounds, OfAlikeWishesAskNobodyUntilAClose) {
+  run_ranks(2, [](const World& world) {
+    Group control(world, Team::whole(world), "control", {.timeout = kLong, .board = board_of(world)});
+    Rounds rounds(control);
+    rounds.take_wishes_as_alike();
+    rounds.note_reductions(3, 3);
+    for (int round = 0; world.rank == 0 && round < 2; ++round) {  // the other rank makes none
+      Wishes own{.num_needs = 1};
+      own.units[0] = 4 + round;
+      rounds.post(own);
+      EXPECT_TRUE(rounds.ready());
+      const auto words = rounds.collect(kCollecting);
+      ASSERT_EQ(words.size(), 2U);
+      for (const Word& word : words) EXPECT_EQ(std::get<Wishes>(word).units[0], 4 + round);
+      EXPECT_EQ(rounds.launched_by_all(), 3);
+    }
+    rounds.post(Close{.rounds = 10 + world.rank});
+    const auto closes = rounds.collect(kCollecting);
+    EXPECT_EQ(std::get<Close>(closes.at(0)).rounds, 10);
+    EXPECT_EQ(std::get<Close>(closes.at(1)).rounds, 11);
+  });
+}
+
 }  // namespace
 }  // namespace deeptide::comm

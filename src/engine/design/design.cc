@@ -113,7 +113,7 @@ int64_t Designer::divisor_of(const UnitRow& row, const Tenancy* tenancy) const {
 /// A unit moves in one collective, so the bucket sizes bound it.
 void Designer::cut() {
   if (!made_.topology.tenancies.empty()) refuse_axes(config_, made_.rule.get());
-  if (made_.topology.mesh.size(world::Axis::tensor) > 1) refuse_tensor(config_, made_.model);
+  if (made_.topology.mesh.size(world::Axis::tensor) > 1) refuse_tensor(config_);
   const bool is_stage = made_.topology.mesh.size(world::Axis::pipe) > 1;  // others may have what is trained
   if (is_stage) refuse_stages(config_, made_.rule.get());
   specs_ = specs();

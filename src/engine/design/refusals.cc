@@ -172,12 +172,9 @@ void refuse_axes(const Config& config, const optim::Rule* rule) {
                  {runtime.drift_interval > 0, subject + "deeptide.drift_interval yet; ", "leave it out"}});
 }
 
-void refuse_tensor(const Config& config, const ModelFacts& model) {
+void refuse_tensor(const Config& config) {
   const std::string subject = "tensor parallelism does not go with ";
-  const bool on_device = !model.device.is_cpu();
-  check(config, {{on_device && config.zero().stage == 3, subject + "stage 3 on " + model.device.str() + " yet; ",
-                  "choose stage 0, 1 or 2"},
-                 {config.runtime().on_skipped == OnSkipped::rewind, subject + "deeptide.on_skipped \"rewind\" yet; ",
+  check(config, {{config.runtime().on_skipped == OnSkipped::rewind, subject + "deeptide.on_skipped \"rewind\" yet; ",
                   "choose \"skip\" or \"raise\""},
                  {!config.checkpoint().preempt_folder.empty(), subject + "deeptide.on_preempt yet; ", "leave it out"}});
 }

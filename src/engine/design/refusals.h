@@ -16,7 +16,7 @@ void refuse(const Config& config, const ModelFacts& model, const optim::Rule* ru
 /// The same for units on axes of their own. Errors: likewise.
 void refuse_axes(const Config& config, const optim::Rule* rule);
 /// The same for a tensor axis. Errors: likewise.
-void refuse_tensor(const Config& config, const ModelFacts& model);
+void refuse_tensor(const Config& config);
 /// The same for a stage of a pipeline. Errors: likewise.
 void refuse_stages(const Config& config, const optim::Rule* rule);
 

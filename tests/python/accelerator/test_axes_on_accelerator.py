@@ -62,25 +62,10 @@ def train(kind, stage, parallel, number):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_ranks_that_share_layers_train_as_one(kind, stage):
     run_processes(2, train, kind, stage, {"tensor": 2}, stage, preload=("torch._dynamo",))
-
-
-def ask_for_stage_3():
-    begin()
-    try:
-        start("llama", meshes.config("llama", 3, tensor=2))
-    except deeptide.ConfigError as error:
-        assert f"tensor parallelism does not go with stage 3 on {DEVICE}" in str(error), error
-    else:
-        raise AssertionError("it began")
-    dist.destroy_process_group()
-
-
-def test_stage_3_is_refused_to_ranks_that_share_layers():
-    run_processes(2, ask_for_stage_3, preload=("torch._dynamo",))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -107,7 +92,7 @@ def train_on_a_mesh(stage, pipeline, tensor):
 
 @pytest.mark.parametrize(
     ("mesh", "stage"),
-    [(mesh, stage) for mesh in ((1, 2), (2, 1), (2, 2)) for stage in range(4) if mesh[1] == 1 or stage < 3],
+    [(mesh, stage) for mesh in ((1, 2), (2, 1), (2, 2)) for stage in range(4)],
     ids=str,
 )
 def test_four_ranks_train_as_the_whole_model_on_other_batches(mesh, stage):
