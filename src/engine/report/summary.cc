@@ -175,7 +175,10 @@ std::string Engine::Impl::summary() const {
   for (const auto& type : types) parameter_types += (parameter_types.empty() ? "" : "+") + type;
   std::string text = fmt::format("ZeRO stage {}, world {} ({}, found by {}), {}", config.zero().stage, num_ranks,
                                  channels.mesh().text(), channels.world().source, model.device().str());
-  if (num_ranks > 1) text += "\n  hosts: " + channels.host()->text();
+  if (channels.data().size() > 1) {
+    text += (channels.mesh().size(world::Axis::pipe) > 1 ? "\n  hosts, of each stage: " : "\n  hosts: ") +
+            channels.host()->text();
+  }
   text += fmt::format("\n  model: {} parameters ({} trained) in {} units", millions(model.num_elements()),
                       millions(model.num_trainable()), model.units().size());
   if (num_ranks > 1) text += text_of_sharing(*this, sharded);

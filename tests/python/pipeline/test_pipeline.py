@@ -166,6 +166,7 @@ def on_own_data(world):
     engine, _, loader, _ = deeptide.initialize(model=model, config=stages.config(1, 2), world=world, training_data=data)
     assert len(loader) == 4 and engine.train_batch_size() == 8
     assert engine.mesh == {"pipe": 2, "data": 2} and "pipe=2 data=2" in engine.summary()
+    assert "hosts, of each stage: 1 host of 2 ranks, shared memory" in engine.summary()
     assert engine.data_parallel_rank == world.rank % 2
     return [engine.train_batch().item() for _ in range(3)]
 
