@@ -261,6 +261,7 @@ class Passage:
             self._hand_on(block, args, kwargs)
         if not self._has_begun:
             self._has_begun = True
+            self._skips.begin_own()
             args, kwargs = self._begin(block, args, kwargs)
             self._watch(at_part=1)
         if not self._check_arguments(block, (args, kwargs)):

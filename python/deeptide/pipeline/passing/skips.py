@@ -42,6 +42,7 @@ class Skips:
         self._own: dict[str, tuple[torch.Tensor, int]] = {}  # values computed here, with their versions
         self._calls: Counter[tuple[int, str]] = Counter()
         self._block = -1
+        self._has_begun = False  # an own block
 
     # -- kinds of forwards --------------------------------------------------------------------------------------------
 
@@ -98,7 +99,7 @@ class Skips:
     def begin(self, kind: Any, part: int, received: dict[str, torch.Tensor]) -> list[Any]:
         """Begins a forward; returns hooks to be removed at its end."""
         self._kind, self._part, self.received = kind, part, received
-        self._own, self._block = {}, -1
+        self._own, self._block, self._has_begun = {}, -1, False
         self._calls.clear()
         if part == 0 or not self.is_open():
             return []
@@ -113,6 +114,10 @@ class Skips:
         for hook in hooks:
             hook.remove()
         self._own, self.received = {}, {}
+
+    def begin_own(self) -> None:
+        """The first own block is called. No earlier stage comes so far, so no later output is of one."""
+        self._has_begun = True
 
     def enter(self, block: int) -> None:
         """A block's call begins; -1: it has ended."""
@@ -132,6 +137,8 @@ class Skips:
         if not isinstance(tensor, Elsewhere):
             if label in self._wanted.get(self._kind, ()) and label not in self.received:
                 self._own[label] = tensor, tensor._version
+            return tensor
+        if self._has_begun:
             return tensor
         value = self.received.get(label)
         if value is not None and value.shape == tensor.shape:
