@@ -17,6 +17,7 @@ from deeptide._C import ConfigError
 from deeptide.pipeline.cutting.ties import ties_of_layers
 from deeptide.pipeline.layers import LayerSpec, TiedLayerSpec
 from deeptide.pipeline.partition import PartCost, bounds_of
+from deeptide.pipeline.passing.skips import Skips
 from deeptide.pipeline.place import place
 from deeptide.pipeline.step.batches import split
 
@@ -73,7 +74,7 @@ class PipelineModule(torch.nn.Module):
     Parameters have the names of the uncut model: "3.weight" is of layer 3, "tied_modules.KEY.weight" of a tied one.
     """
 
-    skips = None  # values go from layer to layer alone
+    skips: Skips | None = None  # values go from layer to layer alone
 
     def __init__(
         self,

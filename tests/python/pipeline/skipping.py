@@ -8,7 +8,12 @@ import transformers
 from torch import nn
 from torch.nn import functional as F
 
-_MOE = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.5, "output_router_logits": True}
+_MOE = {  # grouped products in bf16 take rows of whole 16 bytes
+    "intermediate_size": 24,
+    "num_experts_per_tok": 2,
+    "router_aux_loss_coef": 0.5,
+    "output_router_logits": True,
+}
 
 
 def _made(make):
@@ -33,11 +38,14 @@ class Unet(nn.Module):
         hidden, skips = self.embed(tokens), []
         for number, block in enumerate(self.blocks):
             if 2 * number < len(self.blocks):
-                hidden = block(hidden)
+                hidden = self.call(block, hidden)
                 skips.append(hidden)
             else:
-                hidden = block(hidden, skips.pop())
+                hidden = self.call(block, hidden, skips.pop())
         return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+    def call(self, block, *given):
+        return block(*given)
 
 
 class UnetBlock(nn.Module):
@@ -102,6 +110,29 @@ class CollectsByHooks(Collects):
         pass
 
 
+class AddsTheFirst(Collects):
+    """A long skip around all blocks, of what a module before them returns."""
+
+    def forward(self, tokens, labels):
+        first = hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = block(hidden).tanh()
+        return F.cross_entropy(self.head(hidden + first).flatten(0, 1), labels.flatten())
+
+
+class Looks(Collects):
+    """Python branches on a value, and the embedding is written into a tensor of the program's."""
+
+    def forward(self, tokens, labels):
+        embedded = self.embed(tokens)
+        hidden = torch.zeros(*tokens.shape, 12, dtype=embedded.dtype)
+        hidden[:, 1:] = embedded[:, 1:]
+        hidden = hidden if hidden.mean() > 100 else -hidden
+        for block in self.blocks:
+            hidden = block(hidden).tanh()
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
 class KeepsInside(Collects):
     """Blocks keep a value of a module inside as an attribute, of which the loss takes the sum."""
 
@@ -139,29 +170,27 @@ class Supervised(nn.Module):
         return output
 
 
-def with_routers(model):
-    """Mixtral's loss over all routers."""
-    model.config.output_router_logits, model.router_aux_loss_coef = True, 0.5
-    return model
+def mixtral():
+    """Its loss is over all routers."""
+    config = transformers.MixtralConfig(num_local_experts=4, **families._GROUPED | _MOE)
+    return transformers.MixtralForCausalLM(config)
 
 
-def qwen3_moe(model):
-    config = {**families._GROUPED, **_MOE}
-    return _made(
-        lambda: transformers.Qwen3MoeForCausalLM(
-            transformers.Qwen3MoeConfig(num_experts=4, moe_intermediate_size=12, decoder_sparse_step=1, **config)
-        )
-    )(model)
+def qwen3_moe():
+    config = {**families._GROUPED, **_MOE, "num_experts": 4, "moe_intermediate_size": 16}
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**config))
 
 
 # By name: the family whose batches and, for some, whose model it takes, and the edit.
 MODELS = {
-    "mixtral": ("mixtral", with_routers),
-    "qwen3-moe": ("llama", qwen3_moe),
+    "mixtral": ("mixtral", _made(mixtral)),
+    "qwen3-moe": ("llama", _made(qwen3_moe)),
     "supervised": ("llama", Supervised),
     "unet": ("plain", _made(Unet)),
     "adds-skips": ("plain", _made(AddsSkips)),
     "collects": ("plain", _made(Collects)),
     "by-hooks": ("plain", _made(CollectsByHooks)),
+    "adds-the-first": ("plain", _made(AddsTheFirst)),
+    "looks": ("plain", _made(Looks)),
     "keeps-inside": ("plain", _made(KeepsInside)),
 }

@@ -217,8 +217,9 @@ class BlockCut:
         return self.gives_outputs, program, self._model.training, torch.is_grad_enabled(), *kind_of(*inputs)
 
     def loss_of(self, output: Any, labels: Any) -> Any:
-        """The loss of the last stage's output; None where the forward is made again. Errors: ValueError if it is no
-        scalar; PipelineError.
+        """The loss of the last stage's output; None where the forward is made again.
+
+        Errors: ValueError if it is no scalar; PipelineError.
         """
         if output is None and self.skips.is_open():
             return None

@@ -10,7 +10,7 @@ handed on; at the first block of the next stage it ends, with what that block wa
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -126,7 +126,7 @@ class Passage:
         self._here = part
         if part > 0 and received is None:
             return None
-        self._received, self._digest, skips = received if part > 0 else (None, 0, {})
+        self._received, self._digest, skips = received if part > 0 else (None, 0, ({}, {}))
         self._carries |= _is_carried(self._received)
         self._at, self._has_begun, self._is_running, self._lacks, self._has_ended = -1, False, True, False, False
         hooks = self._skips.begin(kind, part, skips)

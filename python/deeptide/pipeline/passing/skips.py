@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from deeptide._model.recomputation import in_backward
+from deeptide.pipeline.cutting.digest import digest
 from deeptide.pipeline.errors import PipelineError
 from deeptide.pipeline.passing.elsewhere import Elsewhere, ElsewhereError, elsewhere_in
 
@@ -39,6 +40,7 @@ class Skips:
         self._part = -1
         # The forward that runs.
         self.received: dict[str, torch.Tensor] = {}
+        self._marks: dict[str, Any] = {}  # of the calls that gave them, in a forward of an open kind
         self._own: dict[str, tuple[torch.Tensor, int]] = {}  # values computed here, with their versions
         self._calls: Counter[tuple[int, str]] = Counter()
         self._block = -1
@@ -86,25 +88,26 @@ class Skips:
         """Looks at a module from now on. A block is looked at by the passage, unless others do so by hooks."""
         module = self._modules[path]
         if path not in self._hooks and (path not in self._blocks or module._forward_hooks):
-            self._hooks[path] = module.register_forward_hook(self._hook_of(path), prepend=True)
+            self._hooks[path] = module.register_forward_hook(self._hook_of(path), prepend=True, with_kwargs=True)
 
     def _hook_of(self, path: str) -> Callable[..., Any]:
-        def hook(module: torch.nn.Module, args: Any, output: Any) -> Any:
-            return self.returned(path, output)
+        def hook(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            return self.returned(path, output, (args, kwargs))
 
         return hook
 
     # -- a forward ----------------------------------------------------------------------------------------------------
 
-    def begin(self, kind: Any, part: int, received: dict[str, torch.Tensor]) -> list[Any]:
-        """Begins a forward; returns hooks to be removed at its end."""
-        self._kind, self._part, self.received = kind, part, received
+    def begin(self, kind: Any, part: int, received: Any) -> list[Any]:
+        """Begins a forward with what `handed_on` of the part before gave; returns hooks to be removed at its end."""
+        self._kind, self._part = kind, part
+        self.received, self._marks = received
         self._own, self._block, self._has_begun = {}, -1, False
         self._calls.clear()
         if part == 0 or not self.is_open():
             return []
         return [
-            module.register_forward_hook(self._hook_of(path), prepend=True)
+            module.register_forward_hook(self._hook_of(path), prepend=True, with_kwargs=True)
             for path, module in self._modules.items()
             if path and path not in self._hooks
         ]
@@ -113,7 +116,7 @@ class Skips:
         """Ends it."""
         for hook in hooks:
             hook.remove()
-        self._own, self.received = {}, {}
+        self._own, self.received, self._marks = {}, {}, {}
 
     def begin_own(self) -> None:
         """The first own block is called. No earlier stage comes so far, so no later output is of one."""
@@ -123,32 +126,49 @@ class Skips:
         """A block's call begins; -1: it has ended."""
         self._block = block
 
-    def returned(self, path: str, output: Any) -> Any:
-        """A module's output, with values in the place of tensors of other stages where they came."""
+    def returned(self, path: str, output: Any, given: Any = None) -> Any:
+        """A module's output, with values in the place of tensors of other stages where they came. `given`: its call.
+
+        Errors: ElsewhereError if it was called otherwise where they were computed, which the first forward looks at.
+        """
         if in_backward():
             return output
         call = 0
         if path not in self._blocks:
             call = self._calls[self._block, path]
             self._calls[self._block, path] += 1
-        return _mapped(output, f"{path}#{self._block}.{call}", self._seen)
 
-    def _seen(self, label: str, tensor: torch.Tensor) -> torch.Tensor:
-        if not isinstance(tensor, Elsewhere):
-            if label in self._wanted.get(self._kind, ()) and label not in self.received:
-                self._own[label] = tensor, tensor._version
-            return tensor
+        def seen(label: str, tensor: torch.Tensor) -> torch.Tensor:
+            if isinstance(tensor, Elsewhere):
+                return self._theirs(label, tensor, given)
+            return self._ours(label, tensor, given)
+
+        return _mapped(output, f"{path}#{self._block}.{call}", seen)
+
+    def _ours(self, label: str, tensor: torch.Tensor, given: Any) -> torch.Tensor:
+        if label in self._wanted.get(self._kind, ()) and label not in self.received:
+            self._own[label] = tensor, tensor._version
+            if self.is_open() and given is not None:
+                self._marks[label] = _marks_of(given)
+        return tensor
+
+    def _theirs(self, label: str, tensor: Elsewhere, given: Any) -> torch.Tensor:
         if self._has_begun:
             return tensor
         value = self.received.get(label)
         if value is not None and value.shape == tensor.shape:
+            if given is not None and label in self._marks and not _are_alike(self._marks[label], _marks_of(given)):
+                raise ElsewhereError(
+                    f"{_path_of(label)!r} is called with other arguments than on the stage that computes it: the "
+                    "stages' programs differ"
+                )
             return value
         if tensor.label is None:
             tensor.label = label
         return tensor
 
-    def handed_on(self) -> dict[str, torch.Tensor]:
-        """What goes to the next part: what was computed here or came, and is used there or later.
+    def handed_on(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """(values that were computed here or came, and are used by the next part or later; marks of their calls).
 
         Errors: ElsewhereError if a value was changed since its module returned it.
         """
@@ -165,7 +185,7 @@ class Skips:
                 values[label] = tensor
             elif label in self.received:
                 values[label] = self.received[label]
-        return values
+        return values, {label: mark for label, mark in self._marks.items() if label in values}
 
     def without_values(self, output: Any, origin: str) -> Any:
         """A block's output as the next forward may have it: all that is of other stages without bytes."""
@@ -211,6 +231,18 @@ class Skips:
 
 def _path_of(label: str) -> str:
     return label.partition("#")[0]
+
+
+def _marks_of(given: Any) -> list[int | None]:
+    """Numbers of a call's shapes and plain values, and of its integers, if they are here."""
+    leaves = tree_leaves(given)
+    shapes = [[str(each.dtype), *each.shape] if isinstance(each, torch.Tensor) else each for each in leaves]
+    is_here = not any(isinstance(each, Elsewhere) and not each.is_floating_point() for each in leaves)
+    return [digest(shapes, with_floats=False), digest(leaves, with_floats=False) if is_here else None]
+
+
+def _are_alike(one: list[int | None], other: list[int | None]) -> bool:
+    return all(a == b or a is None or b is None for a, b in zip(one, other, strict=True))
 
 
 def _mapped(tree: Any, label: str, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Any:

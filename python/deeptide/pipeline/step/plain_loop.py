@@ -14,8 +14,8 @@ from deeptide.pipeline.errors import PipelineError
 from deeptide.pipeline.passing.letters import tensors_in
 from deeptide.pipeline.passing.stand_ins import NUMBERS, describe, loss_in, stand_in
 from deeptide.pipeline.step import batches as micro_batches
-from deeptide.pipeline.step.ahead import Before
 from deeptide.pipeline.step.stage_run import StageRun
+from deeptide.pipeline.step.undo import Undo
 
 ADVICE = (
     "the program's own loop runs one micro-batch at a time through the pipeline, and stages wait for each other; "
@@ -57,19 +57,19 @@ class PlainLoop(StageRun):
         return self._told(output)
 
     def _pass(self, inputs: Any) -> tuple[Any, Any]:
-        """What came and what this stage computed. A forward of a new kind is made again while a stage lacks values."""
+        """(received, output) of this stage. A forward of a new kind is made again while a stage lacks values."""
         kind = self._model.kind_of(inputs)
         assert self._model.skips is not None
         while True:
             is_new = not self._model.skips.is_settled(kind)
-            before = Before(self._engine.module) if is_new else None
+            undo = Undo(self._engine.module) if is_new else None
             received = self._receive("activation", 0, self._here - 1) if self._here > 0 else None
             output = self._model.run_stage(self._forward_of_engine, inputs, received, 0)
             if self._here < self._last:
                 self._send("activation", 0, output, self._here + 1)
-            if before is None or self._settle(kind, 0):
+            if undo is None or self._settle(kind, 0):
                 return received, output
-            before.restore()
+            undo.restore()
 
     def _told(self, output: Any) -> Any:
         """The output, or what stands for it. All stages have come so far then."""

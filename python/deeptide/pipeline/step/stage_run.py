@@ -17,8 +17,8 @@ from deeptide._C import PipelineSchedule, StageAction, StageInstruction
 from deeptide._model.products import Pairs
 from deeptide.engine import Engine
 from deeptide.pipeline.passing.letters import Letters, Subject, tensors_in
-from deeptide.pipeline.step.ahead import Before
 from deeptide.pipeline.step.set_aside import SetAside
+from deeptide.pipeline.step.undo import Undo
 
 if TYPE_CHECKING:
     from deeptide.pipeline.cutting.ties import Ties
@@ -33,7 +33,10 @@ class StageModel(Protocol):
     num_stages: int
     num_chunks: int
     ties: Ties
-    skips: Skips | None  # None: values go from layer to layer alone
+
+    @property
+    def skips(self) -> Skips | None:
+        """Values that skip blocks. None: they go from layer to layer alone."""
 
     def kind_of(self, inputs: Any) -> Any:
         """The kind of a forward, by what may change which values it needs."""
@@ -52,6 +55,7 @@ class StageModel(Protocol):
 
 
 _Piece = tuple[int, int]  # a micro-batch in a chunk of this stage: (chunk, micro-batch)
+_Actions = dict[StageAction, Callable[[_Piece], None]]
 
 _FORWARD = (StageAction.receive_activation, StageAction.forward, StageAction.send_activation)
 _OF_WEIGHTS = (StageAction.backward, StageAction.backward_weight)
@@ -94,7 +98,7 @@ class StageRun:
         """Runs one optimizer step; returns the losses of the last stage, none on the others."""
         order = self._instructions(schedule, count)
         self._prepare(batches, order, training=True)
-        actions: dict[StageAction, Callable[[_Piece], None]] = {
+        actions: _Actions = {
             StageAction.receive_activation: self._receive_activation,
             StageAction.forward: self._forward,
             StageAction.send_activation: self._send_activation,
@@ -134,7 +138,7 @@ class StageRun:
             if piece[1] % self._stages == self._last and self._stage is not None:
                 self._stage.flush()  # what was sent lies here until it is taken
 
-        actions: dict[StageAction, Callable[[_Piece], None]] = {
+        actions: _Actions = {
             StageAction.receive_activation: self._receive_activation,
             StageAction.forward: look,
             StageAction.send_activation: send,
@@ -162,9 +166,7 @@ class StageRun:
         self._is_apart = any(each.action == StageAction.backward_weight for each in order)
         self._aside = SetAside() if self._is_apart and self._here > 0 else None
 
-    def _begin(
-        self, order: list[StageInstruction], actions: dict[StageAction, Callable[[_Piece], None]], training: bool
-    ) -> list[StageInstruction]:
+    def _begin(self, order: list[StageInstruction], actions: _Actions, training: bool) -> list[StageInstruction]:
         """Asks for the step's letters, and takes what is lent. Returns what is left to do of the list.
 
         Micro-batches of new kinds have passed all stages then, one by one.
@@ -183,7 +185,8 @@ class StageRun:
         if self._aside is not None:
             self._aside.begin(self._ties.lent())
         for number, kind in first.items():
-            self._pass_first(number, kind, [e for e in order if e.micro_batch == number and e.action in _FORWARD], actions)
+            mine = [each for each in order if each.micro_batch == number and each.action in _FORWARD]
+            self._pass_first(number, kind, mine, actions)
         if first:
             self._letters.begin(due - values, mixes=self._chunks > 1)
         return rest
@@ -201,22 +204,20 @@ class StageRun:
                 kinds.add(kind)
                 yield kind, number
 
-    def _pass_first(
-        self, number: int, kind: Any, order: list[StageInstruction], actions: dict[StageAction, Callable[[_Piece], None]]
-    ) -> None:
+    def _pass_first(self, number: int, kind: Any, order: list[StageInstruction], actions: _Actions) -> None:
         """A micro-batch passes all stages alone, again as long as one of them lacks a value of another."""
         assert self._letters is not None
         due = Counter(stage for stage in range(self._stages) if stage != self._here)
         due.update(self._neighbour(each.chunk, -1)[0] for each in order if each.action == _FORWARD[0])
         is_done = False
         while not is_done:
-            before = Before(self._engine.module)
+            undo = Undo(self._engine.module)
             self._letters.begin(due, mixes=self._chunks > 1)
             for each in order:
                 actions[each.action]((each.chunk, each.micro_batch))
             is_done = self._settle(kind, number)
             if not is_done:
-                before.restore()
+                undo.restore()
 
     def _settle(self, kind: Any, number: int) -> bool:
         """Collective over the stages. Whether none of them lacked a value; else all know of it from now on."""

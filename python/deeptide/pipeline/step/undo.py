@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a forward changes beside its output, to be undone where a forward is made again."""
+"""Takes back what a forward changes beside its output, where the forward is made again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import random
 import torch
 
 
-class Before:
+class Undo:
     """A model's buffers and the states of random generators; `restore` brings them back."""
 
     def __init__(self, model: torch.nn.Module) -> None:
