@@ -74,7 +74,7 @@ class Skips:
         for label, part in sorted(parts.items()):
             if wanted.get(label, -1) >= part:
                 raise PipelineError(
-                    f"an output of {_path_of(label)!r} is used by a later stage of the pipeline and does not come "
+                    f"an output of '{_path_of(label)}' is used by a later stage of the pipeline and does not come "
                     "there: its module runs otherwise on the stages, or its output is written in place; write the "
                     "model as a deeptide.pipeline.PipelineModule"
                 )
@@ -159,7 +159,7 @@ class Skips:
         if value is not None and value.shape == tensor.shape:
             if given is not None and label in self._marks and not _are_alike(self._marks[label], _marks_of(given)):
                 raise ElsewhereError(
-                    f"{_path_of(label)!r} is called with other arguments than on the stage that computes it: the "
+                    f"'{_path_of(label)}' is called with other arguments than on the stage that computes it: the "
                     "stages' programs differ"
                 )
             return value
@@ -180,7 +180,7 @@ class Skips:
                 tensor, version = self._own[label]
                 if tensor._version != version:
                     raise ElsewhereError(
-                        f"the output of {_path_of(label)!r} is written in place, and a later stage uses it"
+                        f"the output of '{_path_of(label)}' is written in place, and a later stage uses it"
                     )
                 values[label] = tensor
             elif label in self.received:
