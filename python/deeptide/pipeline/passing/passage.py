@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -50,6 +50,11 @@ class _NoDraws(TorchDispatchMode):
                 "in a block, or give them with the batch"
             )
         return func(*args, **(kwargs or {}))
+
+
+def _kept_as_they_are() -> AbstractContextManager[Any]:
+    """Keeps what backward needs, also within a checkpoint, which could not compute a passed-over block again."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 class _Block:
@@ -362,7 +367,7 @@ class Passage:
         args, kwargs = block.put_in(tree_map_only(torch.Tensor, bare, handed), args, kwargs)
         hidden = self._hidden.get(block.number)
         with (
-            nullcontext() if has_values else torch.no_grad(),
+            _kept_as_they_are() if has_values else torch.no_grad(),
             nullcontext() if hidden is None else hidden(),
             _NoDraws() if has_values else nullcontext(),  # type: ignore[no-untyped-call, unused-ignore]
             MadeElsewhere(origin),
