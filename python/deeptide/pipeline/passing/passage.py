@@ -239,7 +239,8 @@ class Passage:
         if not self._is_running:
             raise PipelineError(
                 f"{self._name(block.number)}: the model is cut into {self._num_stages} stages; call "
-                "engine.train_batch() and engine.eval_batch(), on all ranks"
+                "engine.train_batch() and engine.eval_batch(), on all ranks; generate() needs the whole model, as "
+                "engine.save_16bit_model() writes it"
             )
         if block.number <= self._at:
             raise PipelineError(
