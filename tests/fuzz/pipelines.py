@@ -6,7 +6,7 @@ The other programs compare that with torch.
 
 program = {"seed", "form": layers | blocks, "pair": an encoder and a decoder, "blocks", "width", "tie", "lent",
            "words": torch's embedding and head, "gated": blocks', "frozen": [parts of names], "recompute",
-           "batch": dict | tuple | loss_fn, "optimizer": a section, "clipping",
+           "batch": dict | tuple | loss_fn, "optimizer": a section, "clipping", "skips": "" | mirror | collect | hooks,
            "hosts": 1 | 2: with two, each has a folder of its own, where all phases have two data ranks,
            "phases": [{"stages", "chunks", "data", "tensor", "zero", "schedule", "bf16", "gas",
                        "folders": of shards that are cut, "beside": saves beside training, "acts": […]}]}
@@ -118,22 +118,35 @@ class Blocks(nn.Module):
         if program["tie"]:
             self.head.weight = self.embed.weight
         self.lends, self.recomputes = program["lent"], program["recompute"]
+        self.skips, self.half, self.kept = program.get("skips", ""), program["blocks"] // 2, []
+        for block in blocks if self.skips == "hooks" else ():  # as Transformers takes routers' logits
+            block.norm.register_forward_hook(lambda module, given, output: self.kept.append(output.square().mean()))
+
+    def skip(self, hidden, number):
+        if self.skips == "mirror" and number >= self.half:
+            return hidden + self.kept.pop() if self.kept else hidden
+        self.kept += {"mirror": [hidden], "collect": [hidden.square().mean()]}.get(self.skips, [])
+        return hidden
 
     def forward(self, tokens, labels=None):
+        self.kept.clear()
         hidden = self.embed(tokens)
         mask = (tokens > 1).unsqueeze(-1)
         if self.lends:
             hidden = hidden + self.places[: tokens.shape[1]]
-        memory = None
+        memory, number = None, 0
         for blocks in (self.encoder.blocks, self.decoder.blocks) if hasattr(self, "decoder") else (self.blocks,):
             for block in blocks:
                 if self.recomputes and self.training:
                     hidden = torch.utils.checkpoint.checkpoint(block, hidden, mask, memory, use_reentrant=False)
                 else:
                     hidden = block(hidden, mask, memory)
+                hidden, number = self.skip(hidden, number), number + 1
             if hasattr(self, "decoder") and memory is None:
                 memory, hidden = self.encoder.norm(hidden), self.decoder.embed(tokens.flip(1))
         hidden = self.norm(hidden)
+        if self.skips in ("collect", "hooks"):
+            hidden = hidden * (1 + torch.stack(self.kept).mean().to(hidden.dtype) / 10)
         logits = self.head(hidden * self.scale if self.lends else hidden)
         return logits if labels is None else (loss_of(logits, labels), logits)
 
@@ -224,7 +237,8 @@ def program_of(seed):
     optimizer = draw.choice(["Adam", "AdamW", "SGD", "Lion"])
     shares = any(phase["tensor"] > 1 for phase in phases)
     pair = form == "blocks" and not shares and draw.random() < 0.4
-    if (tie or shares or pair) and optimizer == "Lion":  # a sign shows the last bit
+    skips = random.Random(f"skips {seed}").choice(["", "", "mirror", "collect", "hooks"]) if form == "blocks" else ""
+    if (tie or shares or pair or skips) and optimizer == "Lion":  # a sign shows the last bit
         optimizer = "AdamW"
     frozen = draw.choice([[], [], [], ["up.weight"], ["norm"], ["embed", "0.weight"]])
     kept = random.Random(f"activations {seed}")
@@ -235,7 +249,7 @@ def program_of(seed):
         "seed": seed, "form": form, "pair": pair, "blocks": draw.randint(4, 6),
         "width": draw.choice([4, 6]), "tie": tie, "gated": random.Random(f"gated {seed}").random() < 0.4,
         "lent": form == "blocks" and draw.random() < 0.4, "words": form == "blocks" and draw.random() < 0.5,
-        "frozen": [] if tie else frozen,
+        "skips": skips, "frozen": [] if tie else frozen,
         "recompute": draw.choice(["", "", "calls"]), "batch": draw.choice(["dict", "tuple", "loss_fn"]),
         "optimizer": {"type": optimizer, "params": {"lr": 0.02}}, "clipping": draw.choice([0.0, 0.0, 0.5]),
         "hosts": stores.choice([1, 2]), "phases": phases,
@@ -425,7 +439,9 @@ def most_ranks(program):
 def is_exact(program):
     """Tied and lent weights' gradients, norms and what shared layers compute are added in another order."""
     shares = any(phase["tensor"] > 1 for phase in program["phases"])
-    return not (program["tie"] or program["pair"] or program["lent"] or program["clipping"] or shares)
+    return not (
+        program["tie"] or program["pair"] or program["lent"] or program["clipping"] or shares or program.get("skips")
+    )
 
 
 def _close(a, b, tolerance):

@@ -185,12 +185,18 @@ class PipelineEngine(Engine):
     def _compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._cut.compute(self.module, args, kwargs)
 
+    def _give_outputs(self, gives: bool) -> None:
+        """Whether the program gets the model's outputs, and not their losses alone."""
+        if isinstance(self._cut, BlockCut):
+            self._cut.gives_outputs = gives
+
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def _train_on(
         self, data_iter: Iterator[Any] | None, count: int, loss_fn: _batches.LossFunction | None
     ) -> list[torch.Tensor]:
         self._set_loss_fn(loss_fn)
+        self._give_outputs(False)
         taken = self._take(data_iter, count, "train_batch")
         self.module.train()
         self._loop.forget()
@@ -205,6 +211,7 @@ class PipelineEngine(Engine):
         wants_outputs: bool,
     ) -> tuple[list[torch.Tensor], list[Any] | None]:
         self._set_loss_fn(loss_fn)
+        self._give_outputs(wants_outputs)
         taken = self._take(data_iter, count, "eval_batch")
         with _batches.evaluating(self):
             losses, outputs = self._run.evaluate(taken, count, compute_loss)
@@ -289,6 +296,8 @@ class PipelineEngine(Engine):
         """
         loop = self._loop_of("forward")
         self._say_once(ADVICE, "warning")
+        self._set_loss_fn(None)
+        self._give_outputs(True)
         return loop.forward(args, kwargs)
 
     @told

@@ -17,6 +17,7 @@ from deeptide._C import ConfigError
 from deeptide.pipeline.cutting.ties import ties_of_layers
 from deeptide.pipeline.layers import LayerSpec, TiedLayerSpec
 from deeptide.pipeline.partition import PartCost, bounds_of
+from deeptide.pipeline.passing.skips import Skips
 from deeptide.pipeline.place import place
 from deeptide.pipeline.step.batches import split
 
@@ -72,6 +73,8 @@ class PipelineModule(torch.nn.Module):
     world: ranks as threads of one process.
     Parameters have the names of the uncut model: "3.weight" is of layer 3, "tied_modules.KEY.weight" of a tied one.
     """
+
+    skips: Skips | None = None  # values go from layer to layer alone
 
     def __init__(
         self,
@@ -240,6 +243,9 @@ class PipelineModule(torch.nn.Module):
     def compute(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """This stage's layers."""
         return module(*args, **kwargs)
+
+    def kind_of(self, inputs: Any) -> None:
+        """All forwards are of one kind."""
 
     def run_stage(self, forward: Callable[..., Any], inputs: Any, received: Any, chunk: int = 0) -> Any:
         """A forward of a chunk: of the micro-batch's inputs in the model's first one, else of what was received."""

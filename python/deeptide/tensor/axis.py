@@ -40,7 +40,9 @@ def size_of(config: Config) -> int:
 def prepare(config: Config, model: torch.nn.Module, world: World, stages: int, mpu: object = None) -> Team | None:
     """The team that shares the model's layers, which are cut now if they are not yet. Collective; None without one."""
     size = size_of(config)
-    team = team_of(model) or (adopt(model, mpu, world, config.runtime.comm_timeout_s) if mpu is not None else None)
+    team = team_of(model)
+    if team is None and mpu is not None:
+        team = adopt(model, mpu, world, config.runtime.comm_timeout_s, stages)
     _C.check_mesh(world.size, stages, team.size if team else size, _section(config, "parallel")["data"])
     if team is not None:
         _check_team(team, size, world.size, stages)

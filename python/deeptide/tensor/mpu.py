@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from deeptide._C import ConfigError, World
+from deeptide._C import ConfigError, World, stage_of_rank
 from deeptide.tensor.cutting.slices import Slice
 from deeptide.tensor.team import Team, make_team
 
@@ -23,19 +23,38 @@ def _ask(mpu: object, what: str) -> Any:
     )
 
 
-def adopt(model: torch.nn.Module, mpu: object, world: World, timeout_s: float) -> Team | None:
-    """The team of this rank's model-parallel group; None if it is alone. Collective.
+def _check_stages(mpu: object, world: World, stages: int) -> None:
+    """Errors: ConfigError if the object tells of other stages than the model's, or of another one for this rank."""
+    asked = [getattr(mpu, f"get_{kind}_parallel_world_size", None) for kind in ("pipeline_model", "pipe")]
+    theirs = next((int(ask()) for ask in asked if ask is not None), None)
+    if theirs is None:
+        return
+    if theirs != stages:
+        raise ConfigError(
+            f"mpu: its pipeline has {theirs} stages, and the model {stages}: give a PipelineModule of {theirs} "
+            f"stages, or a plain model and parallel.pipeline {theirs}"
+        )
+    asked = [getattr(mpu, f"get_{kind}_parallel_rank", None) for kind in ("pipeline_model", "pipe")]
+    theirs = next((int(ask()) for ask in asked if ask is not None), None)
+    own = stage_of_rank(world.rank, stages, world.size)
+    if theirs not in (None, own):
+        raise ConfigError(
+            f"mpu: rank {world.rank} is at its pipeline's stage {theirs}, expected {own}: consecutive ranks share one"
+        )
+
+
+def adopt(model: torch.nn.Module, mpu: object, world: World, timeout_s: float, stages: int = 1) -> Team | None:
+    """The team of this rank's model-parallel group; None if it is alone. Collective. stages: of the model.
 
     Marks what the model's own layers have cut: parameters with `tensor_model_parallel` or `model_parallel`, and
-    `partition_dim`, 0 or 1. Errors: ConfigError if its groups are no neighbours, or a marked one has no dimension.
+    `partition_dim`, 0 or 1. Errors: ConfigError if its groups are no neighbours, its stages are others, or a
+    marked parameter has no dimension.
     """
     size, rank = int(_ask(mpu, "world_size")), int(_ask(mpu, "rank"))
-    stages = getattr(mpu, "get_pipeline_model_parallel_world_size", lambda: 1)()
-    if stages > 1:
-        raise ConfigError(f"mpu: its {stages} pipeline stages are not supported yet; give it one stage")
+    _check_stages(mpu, world, stages)
     if size == 1:
         return None
-    team = make_team(size, world, timeout_s)
+    team = make_team(size, world, timeout_s, stages)
     if team.index != rank:
         raise ConfigError(
             f"mpu: rank {world.rank} is number {rank} of its model-parallel group, expected {team.index}: groups of "

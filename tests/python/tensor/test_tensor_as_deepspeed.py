@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import deeptide
+from deeptide.pipeline import PipelineModule
 from deeptide.tensor import kept, make_team, mpu, team_of
 
 PRELOAD = ("deeptide.as_deepspeed.initialize", "deeptide.as_deepspeed.training.tensor_parallel", "deeptide.tensor.axis")
@@ -71,26 +72,27 @@ def test_tp_model_init_cuts_as_initialize_does():
 
 class _Copied(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx, x, group=None):
+        ctx.group = group
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, gradient):
         gradient = gradient.clone()
-        dist.all_reduce(gradient)
-        return gradient
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
 
 
 class _Reduced(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx, x, group=None):
         x = x.clone()
-        dist.all_reduce(x)
+        dist.all_reduce(x, group=group)
         return x
 
     @staticmethod
     def backward(ctx, gradient):
-        return gradient
+        return gradient, None
 
 
 class Megatron(models.TinyModel):
@@ -98,11 +100,15 @@ class Megatron(models.TinyModel):
 
     def cut(self, rank):
         for block in self.h:
-            for parameter, dim in ((block.up.weight, 0), (block.up.bias, 0), (block.down.weight, 1)):
-                part = parameter.shape[dim] // SIZE
-                parameter.data = parameter.data.narrow(dim, rank * part, part).clone()
-                parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, dim, 1
+            self.cut_block(block, rank)
             block.forward = lambda x, block=block: self.run(block, x)
+
+    @staticmethod
+    def cut_block(block, rank):
+        for parameter, dim in ((block.up.weight, 0), (block.up.bias, 0), (block.down.weight, 1)):
+            part = parameter.shape[dim] // SIZE
+            parameter.data = parameter.data.narrow(dim, rank * part, part).clone()
+            parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, dim, 1
 
     def run(self, block, x):
         hidden = F.gelu(block.up(_Copied.apply(block.norm(x))))
@@ -210,6 +216,80 @@ def test_a_model_with_an_mpu_trains_and_saves_the_whole_parameters(tmp_path):
     engine = deeptide.initialize(model=model, config=config, world=world)[0]
     assert engine.load_checkpoint(str(tmp_path))[0] is not None
     assert engine.global_steps == cut.STEPS
+
+
+class StagesMpu(Mpu):
+    """Knows two stages, which consecutive ranks share."""
+
+    stages = 2
+
+    def get_pipeline_model_parallel_world_size(self):
+        return self.stages
+
+    def get_pipeline_model_parallel_rank(self):
+        return (dist.get_rank() + 2 * self.shift) // SIZE % self.stages
+
+
+class MarkedBlock(models.Block):
+    """One block whose layers a group of the program's shares."""
+
+    group = None
+
+    def cut(self, rank):
+        Megatron.cut_block(self, rank)
+
+    def forward(self, x):
+        if self.group is None:
+            return super().forward(x)
+        hidden = F.gelu(self.up(_Copied.apply(self.norm(x), self.group)))
+        return x + _Reduced.apply(F.linear(hidden, self.down.weight), self.group) + self.down.bias
+
+
+def staged(num_stages, group):
+    """A PipelineModule of blocks; of two stages, whose blocks are cut."""
+    layers = [nn.Linear(6, 20), *(MarkedBlock(20) for _ in range(4)), nn.Linear(20, 5)]
+    for number, layer in enumerate(layers):
+        draws = torch.Generator().manual_seed(number)
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=draws) / 4)
+        if group is not None and isinstance(layer, MarkedBlock):
+            layer.cut(dist.get_rank() % SIZE)
+            layer.group = group
+    loss = lambda output, labels: F.mse_loss(output, labels)  # noqa: E731
+    world = None if num_stages > 1 else deeptide.make_world(dist.HashStore(), 0, 1)
+    return PipelineModule(layers, num_stages=num_stages, loss_fn=loss, world=world), world
+
+
+def steps_of_stages(engine):
+    draws = torch.Generator().manual_seed(2)
+    given = iter([(torch.randn(2, 6, generator=draws), torch.randn(2, 5, generator=draws)) for _ in range(6)])
+    return [(engine.train_batch(given).item(), engine.get_global_grad_norm()) for _ in range(3)]
+
+
+def begin_with_stages():
+    deepspeed("initialize").init_distributed()
+    group = [dist.new_group([first, first + 1]) for first in (0, 2)][dist.get_rank() // 2]
+    config = models.config(1, gas=2)
+    for shift, stages, text in (
+        (0, 3, "its pipeline has 3 stages, and the model 2"),
+        (1, 2, "expected [01]: consecutive"),
+    ):
+        wrong = StagesMpu(shift)
+        wrong.stages = stages
+        with pytest.raises(deeptide.ConfigError, match=text):
+            deeptide.initialize(model=staged(2, group)[0], config=config, mpu=wrong)
+    engine = deeptide.initialize(model=staged(2, group)[0], config=config, mpu=StagesMpu())[0]
+    assert engine.mesh == {"pipe": 2, "data": 1, "tensor": 2}
+    found = steps_of_stages(engine)
+    model, world = staged(1, None)
+    expected = steps_of_stages(deeptide.initialize(model=model, config=config, world=world)[0])
+    cut.near(found, expected, 1e-5, "losses and norms")
+
+
+@pytest.mark.costly
+def test_an_mpu_tells_of_the_models_stages():
+    run_processes(2 * SIZE, begin_with_stages, preload=(*PRELOAD, "deeptide.pipeline.engine"))
 
 
 def test_a_marked_parameter_needs_its_dimension():

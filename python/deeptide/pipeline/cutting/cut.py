@@ -27,9 +27,10 @@ from deeptide.pipeline.cutting.blocks import (
 )
 from deeptide.pipeline.cutting.chunks import starts_of
 from deeptide.pipeline.cutting.ties import Place, Tie, Ties
-from deeptide.pipeline.passing.elsewhere import Elsewhere
+from deeptide.pipeline.passing.elsewhere import Elsewhere, ElsewhereError
 from deeptide.pipeline.passing.hidden import Hidden, state_of
-from deeptide.pipeline.passing.passage import Passage, stage_blocks
+from deeptide.pipeline.passing.passage import Passage, kind_of, stage_blocks
+from deeptide.pipeline.passing.skips import Skips
 from deeptide.pipeline.place import place
 
 _ATTRIBUTE = "_deeptide_cut"  # of the model
@@ -74,6 +75,7 @@ class BlockCut:
     """
 
     loss_fn: Callable[[Any, Any], torch.Tensor] | None = None  # of the step that runs
+    gives_outputs = False  # to the program, which may compute with all of them
     trained_groups: Container[int] = range(sys.maxsize)  # of the optimizer; all, where the program makes them later
 
     def __init__(
@@ -110,7 +112,8 @@ class BlockCut:
         chunks = range(num_chunks if num_chunks > 1 else 0)
         self._hidden = [Hidden(self._unused_by(chain, chunk)) for chunk in chunks]
         hidden = {number: self._hidden_block(chain, number) for number in (own if chunks else ())}
-        self.passage = Passage(chain.names, parts, num_stages, hidden, carries=len(chain.parts) > 1)
+        self.skips = Skips(model, chain.names)
+        self.passage = Passage(chain.names, parts, num_stages, hidden, len(chain.parts) > 1, self.skips)
         stage_blocks(chain.blocks, self.passage)
 
     def _places(self) -> Iterator[tuple[str, torch.nn.Module, str, torch.nn.Parameter, list[int]]]:
@@ -200,14 +203,32 @@ class BlockCut:
         return (args, kwargs), labels
 
     def run_stage(self, forward: Callable[..., Any], inputs: Any, received: Any, chunk: int = 0) -> Any:
-        """A forward of this stage."""
-        args, kwargs = inputs
+        """A forward of this stage. None comes and goes where it lacked a value, and is made again."""
         with self._hidden[chunk]() if self._hidden else nullcontext():
-            return self.passage.run(forward, args, kwargs, received, self._part(chunk))
+            output = self.passage.run(forward, inputs, received, self._part(chunk), self.kind_of(inputs))
+        if self.gives_outputs and self._part(chunk) == len(self.parts) - 2 and self.skips.is_open():
+            self.skips.note_output(output)
+        return output
 
-    def loss_of(self, output: Any, labels: Any) -> torch.Tensor:
-        """The loss of the last stage's output. Errors: ValueError if it is no scalar; PipelineError."""
-        loss = _batches.loss_of(output, labels, self.loss_fn)
+    def kind_of(self, inputs: Any) -> Any:
+        """The kind of a forward, by what may change which values it needs."""
+        loss_fn = self.loss_fn
+        program = getattr(loss_fn, "__code__", type(loss_fn))
+        return self.gives_outputs, program, self._model.training, torch.is_grad_enabled(), *kind_of(*inputs)
+
+    def loss_of(self, output: Any, labels: Any) -> Any:
+        """The loss of the last stage's output; None where the forward is made again.
+
+        Errors: ValueError if it is no scalar; PipelineError.
+        """
+        if output is None and self.skips.is_open():
+            return None
+        try:
+            loss = _batches.loss_of(output, labels, self.loss_fn)
+        except ElsewhereError as error:
+            if not self.passage.lacks(error):
+                raise
+            return None
         self.passage.check_output("the loss", loss)
         return loss
 

@@ -36,7 +36,9 @@ _GROUPED = _new._grouped_mm.default  # of experts: rows (N, in), (experts, in, o
 
 
 class ElsewhereError(RuntimeError):
-    """A program needs, on this stage, a value that another stage has."""
+    """A program needs, on this stage, a value that another stage has. `tensors`: where known, in the place of it."""
+
+    tensors: tuple[Elsewhere, ...] = ()
 
 
 class Elsewhere(torch.Tensor):
@@ -44,10 +46,13 @@ class Elsewhere(torch.Tensor):
 
     origin: the parameter or block that it comes from, for errors.
     received: its values, where the stage before has sent them: of one micro-batch.
+    label: the module's output that it is, if it is one; parents: else what it was computed from.
     """
 
     origin: str
     received: torch.Tensor | None = None
+    label: str | None = None
+    parents: tuple[Elsewhere, ...] = ()
     is_held = False  # by a module, as its parameter or buffer
 
     def __new__(cls: type[Elsewhere], like: torch.Tensor, origin: str, device: torch.device | None = None) -> Elsewhere:
@@ -62,11 +67,21 @@ class Elsewhere(torch.Tensor):
         """Another one like it."""
         return Elsewhere(self, self.origin)
 
+    def rewrite(self, given: list[Elsewhere]) -> None:
+        """An operator has written into it: it is no longer the output that it was."""
+        if self.is_held:
+            return
+        before = self.again()
+        before.label, before.parents = self.label, self.parents
+        self.label, self.parents = None, (before, *(tensor for tensor in given if tensor is not self))
+
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment, unused-ignore]
 
     def tolist(self) -> Any:
         """Errors: ElsewhereError. Torch's own names this class."""
-        raise ElsewhereError(f"tolist needs the values of what comes from '{self.origin}', which another stage has")
+        error = ElsewhereError(f"tolist needs the values of what comes from '{self.origin}', which another stage has")
+        error.tensors = (self,)
+        raise error
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override, unused-ignore]
         return f"Elsewhere({tuple(self.shape)}, {self.dtype}, of {self.origin})"
@@ -77,6 +92,14 @@ class Elsewhere(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Elsewhere)]
+        try:
+            return cls._result(func, args, kwargs, given)
+        except ElsewhereError as error:
+            error.tensors = tuple(given)
+            raise
+
+    @staticmethod
+    def _result(func: Any, args: Any, kwargs: dict[str, Any], given: list[Elsewhere]) -> Any:
         first = given[0]
         targets = written(func, args, kwargs)
         for tensor in targets:
@@ -85,13 +108,20 @@ class Elsewhere(torch.Tensor):
                     f"{func} writes what comes from '{first.origin}', which another stage has, into a tensor that "
                     "every stage has"
                 )
+            tensor.rewrite(given)
         if targets and len(targets) == len(func._schema.returns):
             return targets[0] if len(targets) == 1 else tuple(targets)
         shapes = _infer(func, args, kwargs, first.origin)
         if func in FROM_SHAPES:
             return FROM_SHAPES[func](shapes.shape, dtype=shapes.dtype, device=first.device)
         device = next((tensor.device for tensor in given), first.device)
-        return tree_map_only(torch.Tensor, lambda out: Elsewhere(out, first.origin, device), shapes)
+        return tree_map_only(torch.Tensor, lambda out: _computed(out, given, device), shapes)
+
+
+def _computed(like: torch.Tensor, given: list[Elsewhere], device: torch.device) -> Elsewhere:
+    made = Elsewhere(like, given[0].origin, device)
+    made.parents = tuple(given)
+    return made
 
 
 class MadeElsewhere(TorchDispatchMode):

@@ -34,16 +34,19 @@ class Hidden:
         if len(self._stand_ins) < len(self._places):
             self._stand_ins = self._make()
         before = [module.__dict__.get(name) for _, module, name in self._places]  # what another stage has lent
+        buffers = [module._buffers.get(name) for _, module, name in self._places]
         for (_, module, name), stand_in in zip(self._places, self._stand_ins, strict=True):
             module.__dict__[name] = stand_in
         try:
             yield
         finally:
-            for (_, module, name), lent in zip(self._places, before, strict=True):
+            for (_, module, name), lent, buffer in zip(self._places, before, buffers, strict=True):
                 if lent is None:
                     del module.__dict__[name]
                 else:
                     module.__dict__[name] = lent
+                if buffer is not None:  # `self.count += 1` has put the stand-in there
+                    module._buffers[name] = buffer
 
 
 def state_of(path: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str]]:

@@ -10,8 +10,8 @@ handed on; at the first block of the next stage it ends, with what that block wa
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -25,8 +25,10 @@ from deeptide.pipeline.passing.derived import Derived
 from deeptide.pipeline.passing.elsewhere import Elsewhere, ElsewhereError, MadeElsewhere, elsewhere_in, with_received
 from deeptide.pipeline.passing.hidden import Hidden
 from deeptide.pipeline.passing.letters import tensors_in
+from deeptide.pipeline.passing.skips import Skips, with_zeros
 
 _CARRIED = "tensors that a block is called with, by their places"  # what travels under this key
+_VOID = object()  # the output of a forward that lacked a value
 _CURE = "such a model is no chain of blocks: write it as a deeptide.pipeline.PipelineModule"
 
 
@@ -48,6 +50,11 @@ class _NoDraws(TorchDispatchMode):
                 "in a block, or give them with the batch"
             )
         return func(*args, **(kwargs or {}))
+
+
+def _kept_as_they_are() -> AbstractContextManager[Any]:
+    """Keeps what backward needs, also within a checkpoint, which could not compute a passed-over block again."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 class _Block:
@@ -82,17 +89,25 @@ class Passage:
     carries: of what the next stage's first block is called with, all that depends on parameters travels, since blocks
     are given more than the one before returns, as a decoder's are; else what it is handed. A chain of one part turns to
     that where the first forward of a kind shows that its blocks are.
+    skips: what travels besides to later parts than the next, or for other uses than by blocks.
     """
 
     def __init__(
-        self, names: list[str], parts: list[int], num_stages: int, hidden: dict[int, Hidden], carries: bool
+        self,
+        names: list[str],
+        parts: list[int],
+        num_stages: int,
+        hidden: dict[int, Hidden],
+        carries: bool,
+        skips: Skips,
     ) -> None:
         self._names, self._parts, self._last, self._num_stages = names, parts, parts[-1], num_stages
-        self._hidden, self._carries = hidden, carries
+        self._hidden, self._carries, self._skips = hidden, carries, skips
         self._here = -1  # the part that runs
         self._is_running = False
         self._received: Any = None
-        self._digest = 0
+        self._digest: int | None = 0
+        self._lacks = False  # a value, in a forward that is made again
         self._at = -1  # the last block that was called
         self._has_begun = False  # an own block was called
         self._known: set[Any] = set()  # signatures of forwards that were looked at
@@ -105,30 +120,39 @@ class Passage:
 
     # -- a forward ----------------------------------------------------------------------------------------------------
 
-    def run(
-        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], received: Any, part: int
-    ) -> Any:
+    def run(self, forward: Callable[..., Any], inputs: Any, received: Any, part: int, kind: Any) -> Any:
         """Returns what is handed on, or for the last part the model's output. `received`: of the part before.
+
+        inputs: (args, kwargs) of the model's forward. kind: of this forward, as far as it may need other values.
+        None comes and goes where a part could not be computed for want of a value: the forward is made again.
 
         Errors: PipelineError naming the block and what it needs, if the model is no chain of blocks.
         """
         self._here = part
-        self._received, self._digest = received if part > 0 else (None, 0)
+        if part > 0 and received is None:
+            return None
+        self._received, self._digest, skips = received if part > 0 else (None, 0, ({}, {}))
         self._carries |= _is_carried(self._received)
-        self._at, self._has_begun, self._is_running = -1, False, True
+        self._at, self._has_begun, self._is_running, self._lacks, self._has_ended = -1, False, True, False, False
+        hooks = self._skips.begin(kind, part, skips)
         try:
-            output = forward(*args, **kwargs)
+            output = forward(*inputs[0], **inputs[1])
+            if output is _VOID:
+                return None
             self._check_end()
             return _completed(output) if self._carries and self._here == self._last else output
         finally:
+            self._skips.end(hooks)
             self._is_running, self._received = False, None
+            if self._lacks:
+                self._known.discard(self._signature)
+                self._stays.pop(self._signature, None)
 
     def compute(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The innermost call of a forward: the model itself, up to where this stage ends."""
         modes = module.training, torch.is_grad_enabled()
         self._trains = torch.is_grad_enabled()
-        self._signature = (self._here, *modes, *map(_kind, args), *map(_named_kind, kwargs.items()))
-        self._has_ended = False
+        self._signature = (self._here, *modes, *kind_of(args, kwargs))
         if self._here > 0 and self._signature not in self._known:
             self._guard = _NoDraws()  # type: ignore[no-untyped-call, unused-ignore]
             self._guard.__enter__()  # type: ignore[no-untyped-call, unused-ignore]
@@ -138,7 +162,9 @@ class Passage:
         except _HandedOn as end:
             self._has_ended, output = True, end.value
         except ElsewhereError as error:
-            raise PipelineError(f"{self._where()}: {error}; {_CURE}") from error
+            if not self._goes_without(error.tensors):
+                raise PipelineError(f"{self._where()}: {error}; {_CURE}") from error
+            output = _VOID
         finally:
             self._end_guard()
             self._end_watch()
@@ -154,7 +180,7 @@ class Passage:
         """Begins to note what depends on parameters, where a later part needs to know for the first time."""
         if min(self._here, 1) == at_part and self._here < self._last and self._signature not in self._stays:
             self._derived = Derived()
-            self._derived.note(self._received)
+            self._derived.note((self._received, self._skips.received))
 
     def _end_watch(self) -> None:
         derived, self._derived = self._derived, None
@@ -180,9 +206,23 @@ class Passage:
         if self._here > 0 and not self._has_begun:
             raise PipelineError(f"{self._where()}: the model's forward called none of this stage's blocks; {_CURE}")
 
+    def _goes_without(self, tensors: Iterable[Elsewhere]) -> bool:
+        """Whether a forward goes on without what these tensors need, noted for the next one."""
+        tensors = list(tensors)
+        if not tensors or not self._skips.is_open() or self._skips.note(tensors) is not None:
+            return False
+        self._lacks = True
+        return True
+
+    def lacks(self, error: ElsewhereError) -> bool:
+        """Whether an error of the loss means that the forward is made again."""
+        return self._goes_without(error.tensors)
+
     def check_output(self, what: str, value: Any) -> None:
-        """Errors: PipelineError if it holds anything of another stage."""
+        """Errors: PipelineError if it holds anything of another stage that does not come in the next forward."""
         for tensor in elsewhere_in(value):
+            if self._goes_without([tensor]):
+                continue
             raise PipelineError(
                 f"{self._where()}: {what} depends on '{tensor.origin}' otherwise than through the chain of blocks, and "
                 "an earlier stage has that. A weight that is used before and after the blocks must be held by a module "
@@ -199,7 +239,8 @@ class Passage:
         if not self._is_running:
             raise PipelineError(
                 f"{self._name(block.number)}: the model is cut into {self._num_stages} stages; call "
-                "engine.train_batch() and engine.eval_batch(), on all ranks"
+                "engine.train_batch() and engine.eval_batch(), on all ranks; generate() needs the whole model, as "
+                "engine.save_16bit_model() writes it"
             )
         if block.number <= self._at:
             raise PipelineError(
@@ -207,17 +248,30 @@ class Passage:
                 f"each block once, in order; {_CURE}"
             )
         self._at = block.number
-        if part < self._here:
-            return self._pass_over(block, call, args, kwargs)
+        self._skips.enter(block.number)
+        try:
+            if part < self._here:
+                return self._pass_over(block, call, args, kwargs)
+            output = self._compute_block(part, block, call, args, kwargs)
+            return self._skips.returned(self._name(block.number), output)
+        finally:
+            self._skips.enter(-1)
+
+    def _compute_block(
+        self, part: int, block: _Block, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """An own block's output; a block of a later part ends the forward."""
         self._end_guard()
         args, kwargs = with_received((args, kwargs)) if self._carries else (args, kwargs)
         if part > self._here:
             self._hand_on(block, args, kwargs)
         if not self._has_begun:
             self._has_begun = True
+            self._skips.begin_own()
             args, kwargs = self._begin(block, args, kwargs)
             self._watch(at_part=1)
-        self._check_arguments(block, (args, kwargs))
+        if not self._check_arguments(block, (args, kwargs)):
+            args, kwargs = with_zeros((args, kwargs))
         return call(*args, **kwargs) if self._derived is None else self._derived.call(call, args, kwargs)
 
     def _hand_on(self, block: _Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -226,8 +280,11 @@ class Passage:
         carried = self._carried(handed, besides, dict(_placed((args, kwargs))))
         sent = {_CARRIED: carried} if self._carries else handed
         for tensor in elsewhere_in(sent):
-            raise ElsewhereError(f"what {self._name(block.number)} is called with depends on '{tensor.origin}'")
-        raise _HandedOn((sent, digest((block.number, besides), with_floats=False)))
+            if not self._goes_without([tensor]):
+                raise ElsewhereError(f"what {self._name(block.number)} is called with depends on '{tensor.origin}'")
+        sent = with_zeros(sent) if self._lacks else sent
+        number = None if self._lacks else digest((block.number, besides), with_floats=False)
+        raise _HandedOn((sent, number, self._skips.handed_on()))
 
     def _carried(self, handed: Any, besides: Any, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Those of `given`, the tensors of the call by their places, that the next stage lacks."""
@@ -246,8 +303,8 @@ class Passage:
         is_alike = not is_carried or _take_in((args, kwargs), self._received[_CARRIED])
         args, kwargs = with_received((args, kwargs)) if is_carried else (args, kwargs)
         handed, besides = block.take_apart(args, kwargs)
-        self._check_arguments(block, besides)
-        if not is_alike or self._digest != digest((block.number, besides), with_floats=False):
+        is_whole = self._check_arguments(block, besides) and self._digest is not None
+        if is_whole and (not is_alike or self._digest != digest((block.number, besides), with_floats=False)):
             before = (self._here - 1) % self._num_stages
             raise PipelineError(
                 f"{self._where()}: {self._name(block.number)} is called with other arguments than stage {before} ended "
@@ -265,12 +322,16 @@ class Passage:
             tensor.handed = self._received  # type: ignore[attr-defined] # for a recomputation
         return block.put_in(self._received, args, kwargs)
 
-    def _check_arguments(self, block: _Block, arguments: Any) -> None:
-        for tensor in elsewhere_in(arguments):
-            raise ElsewhereError(
-                f"block {self._name(block.number)} is called with a value besides what the block before it returns, "
-                f"which depends on '{tensor.origin}' of another stage"
-            )
+    def _check_arguments(self, block: _Block, arguments: Any) -> bool:
+        """Whether nothing is lacking. Errors: ElsewhereError if it is, and does not come in the next forward."""
+        lacking = list(elsewhere_in(arguments))
+        for tensor in lacking:
+            if not self._goes_without([tensor]):
+                raise ElsewhereError(
+                    f"block {self._name(block.number)} is called with a value besides what the block before it "
+                    f"returns, which depends on '{tensor.origin}' of another stage"
+                )
+        return not lacking
 
     def _again(self, block: _Block, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A checkpoint around the call computes it again, from the arguments that it had."""
@@ -289,14 +350,30 @@ class Passage:
         shapes = [(leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         key = (self._signature, *map(str, shapes))
         if key in block.outputs and self._signature in self._known and not block.is_observed():
-            return tree_map_only(Elsewhere, Elsewhere.again, block.outputs[key])  # `received` is of one micro-batch
-        origin = self._name(block.number)
-        handed = tree_map_only(torch.Tensor, lambda t: t if isinstance(t, Elsewhere) else Elsewhere(t, origin), handed)
-        args, kwargs = block.put_in(handed, args, kwargs)
+            output = tree_map_only(Elsewhere, Elsewhere.again, block.outputs[key])  # values are of one micro-batch
+            return self._skips.returned(self._name(block.number), output)
+        output = self._on_shapes(block, call, handed, args, kwargs)
+        block.outputs[key] = self._skips.without_values(output, self._name(block.number))
+        return self._skips.returned(self._name(block.number), output)
+
+    def _on_shapes(
+        self, block: _Block, call: Callable[..., Any], handed: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A block of an earlier stage, but for what is computed from values that came: hooks see those."""
+        origin, has_values = self._name(block.number), bool(self._skips.received)
+
+        def bare(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor if isinstance(tensor, Elsewhere) or self._skips.came(tensor) else Elsewhere(tensor, origin)
+
+        args, kwargs = block.put_in(tree_map_only(torch.Tensor, bare, handed), args, kwargs)
         hidden = self._hidden.get(block.number)
-        with torch.no_grad(), nullcontext() if hidden is None else hidden(), MadeElsewhere(origin):
-            output = block.outputs[key] = call(*args, **kwargs)
-        return tree_map_only(Elsewhere, Elsewhere.again, output)
+        with (
+            _kept_as_they_are() if has_values else torch.no_grad(),
+            nullcontext() if hidden is None else hidden(),
+            _NoDraws() if has_values else nullcontext(),  # type: ignore[no-untyped-call, unused-ignore]
+            MadeElsewhere(origin),
+        ):
+            return call(*args, **kwargs)
 
 
 def _is_carried(received: Any) -> bool:
@@ -334,8 +411,12 @@ def _completed(output: Any) -> Any:
     return with_received(output)
 
 
+def kind_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """The kinds of a forward's arguments, as far as they may change a model's program."""
+    return (*map(_kind, args), *map(_named_kind, kwargs.items()))
+
+
 def _kind(value: Any) -> Any:
-    """The kind of an argument, as far as it may change a model's program."""
     return value if value is None or isinstance(value, (bool, int, str)) else type(value).__name__
 
 

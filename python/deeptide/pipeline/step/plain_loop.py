@@ -15,6 +15,7 @@ from deeptide.pipeline.passing.letters import tensors_in
 from deeptide.pipeline.passing.stand_ins import NUMBERS, describe, loss_in, stand_in
 from deeptide.pipeline.step import batches as micro_batches
 from deeptide.pipeline.step.stage_run import StageRun
+from deeptide.pipeline.step.undo import Undo
 
 ADVICE = (
     "the program's own loop runs one micro-batch at a time through the pipeline, and stages wait for each other; "
@@ -46,17 +47,29 @@ class PlainLoop(StageRun):
         if not self._ties.is_open:
             self._ties.exchange_values(self._letters, self._number, trains)
             self._ties.is_open = trains
-        received = self._receive("activation", 0, self._here - 1) if self._here > 0 else None
-        output = self._model.run_stage(self._forward_of_engine, (args, kwargs), received, 0)
-        if self._here < self._last:
-            self._send("activation", 0, output, self._here + 1)
-        else:
+        received, output = self._pass((args, kwargs))
+        if self._here == self._last:
             self._model.check_output(output if isinstance(output, torch.Tensor) else loss_in(output))
         if trains:
             sent = tensors_in(output) if self._here < self._last else []
             inputs = [tensor for tensor in tensors_in(received) if tensor.requires_grad]
             self._forwards.append(_Forward(inputs, [tensor for tensor in sent if tensor.requires_grad]))
         return self._told(output)
+
+    def _pass(self, inputs: Any) -> tuple[Any, Any]:
+        """(received, output) of this stage. A forward of a new kind is made again while a stage lacks values."""
+        kind = self._model.kind_of(inputs)
+        assert self._model.skips is not None
+        while True:
+            is_new = not self._model.skips.is_settled(kind)
+            undo = Undo(self._engine.module) if is_new else None
+            received = self._receive("activation", 0, self._here - 1) if self._here > 0 else None
+            output = self._model.run_stage(self._forward_of_engine, inputs, received, 0)
+            if self._here < self._last:
+                self._send("activation", 0, output, self._here + 1)
+            if undo is None or self._settle(kind, 0):
+                return received, output
+            undo.restore()
 
     def _told(self, output: Any) -> Any:
         """The output, or what stands for it. All stages have come so far then."""

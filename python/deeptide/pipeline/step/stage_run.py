@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,10 +18,12 @@ from deeptide._model.products import Pairs
 from deeptide.engine import Engine
 from deeptide.pipeline.passing.letters import Letters, Subject, tensors_in
 from deeptide.pipeline.step.set_aside import SetAside
+from deeptide.pipeline.step.undo import Undo
 
 if TYPE_CHECKING:
     from deeptide.pipeline.cutting.ties import Ties
     from deeptide.pipeline.engine import PipelineEngine
+    from deeptide.pipeline.passing.skips import Skips
 
 
 class StageModel(Protocol):
@@ -31,6 +33,13 @@ class StageModel(Protocol):
     num_stages: int
     num_chunks: int
     ties: Ties
+
+    @property
+    def skips(self) -> Skips | None:
+        """Values that skip blocks. None: they go from layer to layer alone."""
+
+    def kind_of(self, inputs: Any) -> Any:
+        """The kind of a forward, by what may change which values it needs."""
 
     def run_stage(self, forward: Callable[..., Any], inputs: Any, received: Any, chunk: int) -> Any:
         """Returns what is handed on, or the last output. `forward`: the engine's; `inputs`: None where not read."""
@@ -46,6 +55,7 @@ class StageModel(Protocol):
 
 
 _Piece = tuple[int, int]  # a micro-batch in a chunk of this stage: (chunk, micro-batch)
+_Actions = dict[StageAction, Callable[[_Piece], None]]
 
 _FORWARD = (StageAction.receive_activation, StageAction.forward, StageAction.send_activation)
 _OF_WEIGHTS = (StageAction.backward, StageAction.backward_weight)
@@ -88,7 +98,7 @@ class StageRun:
         """Runs one optimizer step; returns the losses of the last stage, none on the others."""
         order = self._instructions(schedule, count)
         self._prepare(batches, order, training=True)
-        actions = {
+        actions: _Actions = {
             StageAction.receive_activation: self._receive_activation,
             StageAction.forward: self._forward,
             StageAction.send_activation: self._send_activation,
@@ -100,7 +110,7 @@ class StageRun:
         }
         begin, self._waited = time.perf_counter(), 0.0
         with self._engine.closing_pieces():
-            for instruction in order:
+            for instruction in self._begin(order, actions, training=True):
                 actions[instruction.action]((instruction.chunk, instruction.micro_batch))
         self.times = time.perf_counter() - begin, self._waited
         return self._losses
@@ -112,25 +122,31 @@ class StageRun:
         schedule = PipelineSchedule.gpipe if self._chunks == 1 else PipelineSchedule.interleaved
         order = [each for each in self._instructions(schedule, count) if each.action in _FORWARD]
         self._prepare(batches, order, training=False)
-        outputs = []
-        for instruction in order:
-            piece = instruction.chunk, instruction.micro_batch
-            if instruction.action == StageAction.receive_activation:
-                self._receive_activation(piece)
-            elif instruction.action == StageAction.send_activation:
-                self._send_activation(piece)
-                del self._sent[piece]
-                if instruction.micro_batch % self._stages == self._last and self._stage is not None:
-                    self._stage.flush()  # what was sent lies here until it is taken
+        results: dict[int, tuple[Any, Any]] = {}  # by micro-batch: output and loss
+
+        def look(piece: _Piece) -> None:
+            output = self._output(piece)
+            del self._inputs[piece]
+            if self._is_last(piece[0]):
+                results[piece[1]] = output, self._loss(output, piece[1]) if compute_loss else None
             else:
-                output = self._output(piece)
-                del self._inputs[piece]
-                if not self._is_last(piece[0]):
-                    self._sent[piece] = output
-                    continue
-                outputs.append(output)
-                if compute_loss:
-                    self._losses.append(self._loss(output, piece[1]))
+                self._sent[piece] = output
+
+        def send(piece: _Piece) -> None:
+            self._send_activation(piece)
+            del self._sent[piece]
+            if piece[1] % self._stages == self._last and self._stage is not None:
+                self._stage.flush()  # what was sent lies here until it is taken
+
+        actions: _Actions = {
+            StageAction.receive_activation: self._receive_activation,
+            StageAction.forward: look,
+            StageAction.send_activation: send,
+        }
+        for instruction in self._begin(order, actions, training=False):
+            actions[instruction.action]((instruction.chunk, instruction.micro_batch))
+        outputs = [results[number][0] for number in sorted(results)]
+        self._losses = [results[number][1] for number in sorted(results)] if compute_loss else []
         return self._losses, outputs if self._here == self._last else None
 
     def _instructions(self, schedule: PipelineSchedule, count: int) -> list[StageInstruction]:
@@ -149,16 +165,68 @@ class StageRun:
             held.clear()  # of a step that failed
         self._is_apart = any(each.action == StageAction.backward_weight for each in order)
         self._aside = SetAside() if self._is_apart and self._here > 0 else None
+
+    def _begin(self, order: list[StageInstruction], actions: _Actions, training: bool) -> list[StageInstruction]:
+        """Asks for the step's letters, and takes what is lent. Returns what is left to do of the list.
+
+        Micro-batches of new kinds have passed all stages then, one by one.
+        """
         if self._letters is None:
-            return
+            return order
         lends = training or not self._ties.is_open  # else what was lent for a step under way stays
         due = Counter(self._ties.letters(training) if lends else {})
-        due.update(self._neighbour(each.chunk, _SOURCES[each.action])[0] for each in order if each.action in _SOURCES)
-        self._letters.begin(due, mixes=self._chunks > 1)
+        first = {number: kind for kind, number in self._new_kinds()}
+        rest = [each for each in order if each.micro_batch not in first or each.action not in _FORWARD]
+        due.update(self._neighbour(each.chunk, _SOURCES[each.action])[0] for each in rest if each.action in _SOURCES)
+        values = Counter(self._ties.letters(training=False) if lends else {})
+        self._letters.begin(values if first else due, mixes=self._chunks > 1)
         if lends:
             self._ties.exchange_values(self._letters, self._number, training)
         if self._aside is not None:
             self._aside.begin(self._ties.lent())
+        for number, kind in first.items():
+            mine = [each for each in order if each.micro_batch == number and each.action in _FORWARD]
+            self._pass_first(number, kind, mine, actions)
+        if first:
+            self._letters.begin(due - values, mixes=self._chunks > 1)
+        return rest
+
+    # -- forwards of new kinds ----------------------------------------------------------------------------------------
+
+    def _new_kinds(self) -> Iterator[tuple[Any, int]]:
+        """(kind, micro-batch) of the first forward of each kind that is new. All stages have the same."""
+        if self._model.skips is None:
+            return
+        kinds = set()
+        for number, (inputs, _) in enumerate(self._batches):
+            kind = self._model.kind_of(inputs)
+            if kind not in kinds and not self._model.skips.is_settled(kind):
+                kinds.add(kind)
+                yield kind, number
+
+    def _pass_first(self, number: int, kind: Any, order: list[StageInstruction], actions: _Actions) -> None:
+        """A micro-batch passes all stages alone, again as long as one of them lacks a value of another."""
+        assert self._letters is not None
+        due = Counter(stage for stage in range(self._stages) if stage != self._here)
+        due.update(self._neighbour(each.chunk, -1)[0] for each in order if each.action == _FORWARD[0])
+        is_done = False
+        while not is_done:
+            undo = Undo(self._engine.module)
+            self._letters.begin(due, mixes=self._chunks > 1)
+            for each in order:
+                actions[each.action]((each.chunk, each.micro_batch))
+            is_done = self._settle(kind, number)
+            if not is_done:
+                undo.restore()
+
+    def _settle(self, kind: Any, number: int) -> bool:
+        """Collective over the stages. Whether none of them lacked a value; else all know of it from now on."""
+        assert self._model.skips is not None
+        others = [stage for stage in range(self._stages) if stage != self._here]
+        own = self._model.skips.lacking()
+        for stage in others:
+            self._send("what is lacking", number, own, stage)
+        return self._model.skips.settle(kind, [own, *(self._receive("what is lacking", number, s) for s in others)])
 
     # -- parts --------------------------------------------------------------------------------------------------------
 

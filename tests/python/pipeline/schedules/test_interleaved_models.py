@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models of anybody's by the interleaved schedule: each stage has several runs of blocks, and trains as uncut."""
 
+import itertools
+
 import families
 import pytest
 import torch
@@ -95,6 +97,18 @@ def test_a_chunk_computes_its_own_blocks_alone():
         blocks = {int(name.split(".")[1]) for name in names if name.startswith("blocks")}
         assert blocks == {stage, stage + 2}
         assert bubble.formula == pytest.approx(0.2)  # of one chunk 1 / 3
+
+
+def count_blocks(world):
+    engine = deeptide.initialize(
+        model=families.make("plain"), config=families.config(0, 2, 2, parallel=INTERLEAVED), world=world
+    )[0]
+    engine.train_batch(families.batches("plain", 0, 1, 1, 2))
+    return [type(block._buffers["seen"]) is torch.Tensor for block in engine._cut.own_blocks.values()]
+
+
+def test_a_buffer_that_a_hidden_block_assigns_stays_its_own():
+    assert all(itertools.chain.from_iterable(run_ranks(2, count_blocks)))
 
 
 # -- checkpoints and evaluation ----------------------------------------------------------------------------------------
