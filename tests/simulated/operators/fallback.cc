@@ -176,4 +176,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   }
 }
 
+// torch 2.9 has these for autograd on its own devices only.
+TORCH_LIBRARY_IMPL(c10d, AutogradPrivateUse1, m) {
+  for (const char* name : {"barrier", "_allgather_base_"}) m.impl(name, torch::CppFunction::makeFallthrough());
+}
+
 }  // namespace deeptide::simulated
