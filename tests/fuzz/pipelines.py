@@ -226,6 +226,8 @@ def program_of(seed):
     pair = form == "blocks" and not shares and draw.random() < 0.4
     if (tie or shares or pair) and optimizer == "Lion":  # a sign shows the last bit
         optimizer = "AdamW"
+    if shares and random.Random(f"norms {seed}").random() < 0.3:
+        optimizer = "Lamb"
     frozen = draw.choice([[], [], [], ["up.weight"], ["norm"], ["embed", "0.weight"]])
     kept = random.Random(f"activations {seed}")
     for phase in phases:

@@ -141,30 +141,14 @@ std::vector<Refusal> of_training(const Config& config, const ModelFacts& model, 
   };
 }
 
-}  // namespace
-
-void refuse(const Config& config, const ModelFacts& model, const optim::Rule* rule) {
-  const int64_t stage = config.zero().stage;
-  check(config, {{wants_files(config.placement().gradients) && !model.device.is_cpu(),
-                  fmt::format("deeptide.placement.gradients in files is not supported yet on {}; ", model.device.str()),
-                  "give the host's memory, \"cpu\", what the device does not have"},
-                 {stage > 0 && keeps_whole_states(rule),
-                  fmt::format("zero_optimization.stage is {}, but {} needs stage 0: each rank steps whole parameters, "
-                              "with a momentum of its own gradients. ",
-                              stage, rule ? rule->name() : ""),
-                  "Set the stage to 0, or choose another optimizer"}});
-  check(config, of_parameters(config, model, rule));
-  if (rule == nullptr) return;
-  check(config, of_host_steps(config, model, *rule));
-  check(config, of_state_types(config, model, *rule));
-  check(config, of_training(config, model, *rule));
-}
-
-void refuse_axes(const Config& config, const optim::Rule* rule) {
+void refuse_tenancies(const Config& config, const optim::Rule* rule, bool steps_whole) {
   const std::string subject = "units on axes of their own do not go with ";
+  const std::string optimizer = subject + (rule ? rule->name() : "");
   const RuntimeConfig& runtime = config.runtime();
-  check(config, {{rule && (!steps_elements(*rule) || is_callers(rule)), subject + (rule ? rule->name() : "") + " yet; ",
-                  "choose an optimizer of deeptide that steps each element by itself"},
+  check(config, {{keeps_whole_states(rule), optimizer + ", whose ranks exchange signs over one team yet; ",
+                  "choose another optimizer"},
+                 {is_callers(rule) && steps_whole, optimizer + ", your own, which steps whole parameters; ",
+                  "choose one that steps each element by itself, or name one of deeptide's in the configuration"},
                  {runtime.reduction != Reduction::ordered, subject + "a reduction in the transport's order; ",
                   "set deeptide.reduction to \"ordered\""},
                  {runtime.keep_grad, subject + "deeptide.keep_grad yet; ", "leave it out"},
@@ -190,6 +174,32 @@ void refuse_stages(const Config& config, const optim::Rule* rule) {
                   "choose \"skip\" or \"raise\""},
                  {!config.checkpoint().preempt_folder.empty(), subject + "deeptide.on_preempt yet; ", "leave it out"},
                  {config.runtime().keep_grad, subject + "deeptide.keep_grad yet; ", "leave it out"}});
+}
+
+}  // namespace
+
+void refuse(const Config& config, const ModelFacts& model, const optim::Rule* rule) {
+  const int64_t stage = config.zero().stage;
+  check(config, {{wants_files(config.placement().gradients) && !model.device.is_cpu(),
+                  fmt::format("deeptide.placement.gradients in files is not supported yet on {}; ", model.device.str()),
+                  "give the host's memory, \"cpu\", what the device does not have"},
+                 {stage > 0 && keeps_whole_states(rule),
+                  fmt::format("zero_optimization.stage is {}, but {} needs stage 0: each rank steps whole parameters, "
+                              "with a momentum of its own gradients. ",
+                              stage, rule ? rule->name() : ""),
+                  "Set the stage to 0, or choose another optimizer"}});
+  check(config, of_parameters(config, model, rule));
+  if (rule == nullptr) return;
+  check(config, of_host_steps(config, model, *rule));
+  check(config, of_state_types(config, model, *rule));
+  check(config, of_training(config, model, *rule));
+}
+
+void refuse_axes(const Config& config, const Topology& topology, const ModelFacts& model, const optim::Rule* rule,
+                 bool steps_whole) {
+  if (!topology.tenancies.empty()) refuse_tenancies(config, rule, steps_whole);
+  if (topology.mesh.size(world::Axis::tensor) > 1) refuse_tensor(config, model);
+  if (topology.mesh.size(world::Axis::pipe) > 1) refuse_stages(config, rule);
 }
 
 void refuse(const Config& config, const ModelFacts& model, const optim::Rule& rule, const Outcome& outcome) {
