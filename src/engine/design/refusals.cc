@@ -141,7 +141,8 @@ std::vector<Refusal> of_training(const Config& config, const ModelFacts& model, 
   };
 }
 
-void refuse_tenancies(const Config& config, const optim::Rule* rule, bool steps_whole) {
+void refuse_tenancies(const Config& config, const world::Mesh& mesh, const optim::Rule* rule, bool steps_whole) {
+  const bool has_experts = mesh.size(world::Axis::expert) > 1;
   const std::string subject = "units on axes of their own do not go with ";
   const std::string optimizer = subject + (rule ? rule->name() : "");
   const RuntimeConfig& runtime = config.runtime();
@@ -151,7 +152,7 @@ void refuse_tenancies(const Config& config, const optim::Rule* rule, bool steps_
                   "choose one that steps each element by itself, or name one of deeptide's in the configuration"},
                  {runtime.reduction != Reduction::ordered, subject + "a reduction in the transport's order; ",
                   "set deeptide.reduction to \"ordered\""},
-                 {runtime.keep_grad, subject + "deeptide.keep_grad yet; ", "leave it out"},
+                 {runtime.keep_grad && has_experts, subject + "deeptide.keep_grad yet; ", "leave it out"},
                  {runtime.overlap_publish.value_or(false), subject + "deeptide.overlap_publish yet; ", "leave it out"},
                  {runtime.drift_interval > 0, subject + "deeptide.drift_interval yet; ", "leave it out"}});
 }
@@ -160,19 +161,13 @@ void refuse_tensor(const Config& config, const ModelFacts& model) {
   const std::string subject = "tensor parallelism does not go with ";
   const bool on_device = !model.device.is_cpu();
   check(config, {{on_device && config.zero().stage == 3, subject + "stage 3 on " + model.device.str() + " yet; ",
-                  "choose stage 0, 1 or 2"},
-                 {config.runtime().on_skipped == OnSkipped::rewind, subject + "deeptide.on_skipped \"rewind\" yet; ",
-                  "choose \"skip\" or \"raise\""},
-                 {!config.checkpoint().preempt_folder.empty(), subject + "deeptide.on_preempt yet; ", "leave it out"}});
+                  "choose stage 0, 1 or 2"}});
 }
 
 void refuse_stages(const Config& config, const optim::Rule* rule) {
   const std::string subject = "a pipeline does not go with ";
   check(config, {{keeps_whole_states(rule), subject + (rule ? rule->name() : "") + ", whose ranks exchange signs; ",
                   "choose another optimizer"},
-                 {config.runtime().on_skipped == OnSkipped::rewind, subject + "deeptide.on_skipped \"rewind\" yet; ",
-                  "choose \"skip\" or \"raise\""},
-                 {!config.checkpoint().preempt_folder.empty(), subject + "deeptide.on_preempt yet; ", "leave it out"},
                  {config.runtime().keep_grad, subject + "deeptide.keep_grad yet; ", "leave it out"}});
 }
 
@@ -197,7 +192,7 @@ void refuse(const Config& config, const ModelFacts& model, const optim::Rule* ru
 
 void refuse_axes(const Config& config, const Topology& topology, const ModelFacts& model, const optim::Rule* rule,
                  bool steps_whole) {
-  if (!topology.tenancies.empty()) refuse_tenancies(config, rule, steps_whole);
+  if (!topology.tenancies.empty()) refuse_tenancies(config, topology.mesh, rule, steps_whole);
   if (topology.mesh.size(world::Axis::tensor) > 1) refuse_tensor(config, model);
   if (topology.mesh.size(world::Axis::pipe) > 1) refuse_stages(config, rule);
 }
