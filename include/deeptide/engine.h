@@ -94,6 +94,7 @@ struct StepOutcome {
   std::string reason;         // for people, if not applied: "accumulating 2/4", "non-finite gradient"
   std::string parameter;      // first bad parameter
   int rank = -1;              // rank that produced it
+  std::string place;          // its coordinates, " (pipeline 1, data 0)"; empty where data is the only axis
   std::string phase;          // where: "forward" if its loss was not finite already, else "backward"; else empty
   int64_t sent_bytes = 0;     // by this rank to others since the last step: gradients, and parameters made whole
   /// The loss by rounding of all ranks' gradients since the last step, where they travel in few bits, else 0: its

@@ -14,20 +14,12 @@
 #include <vector>
 
 #include "deeptide/engine.h"
+#include "deeptide/tensor_slice.h"
 
 namespace deeptide {
 namespace trace {
 class Recorder;
 }
-
-/// A parameter of which each rank of a tensor team has a slice along one dimension. Each block is cut by itself, into
-/// parts of ceil(block / ranks) elements; the last part is padded where that is too much.
-struct TensorSlice {
-  std::string name;
-  int64_t dim = 0;
-  /// Sizes along `dim` in the whole parameter: {768}, or {768, 768, 768} of fused queries, keys and values.
-  std::vector<int64_t> blocks;
-};
 
 /// Neighbouring ranks that share layers and train on equal batches. Ranks get equal bits from all methods. Collective:
 /// all ranks of the team call them in one order, from one thread each. Shapes: of any, on the CPU, or on the device

@@ -53,7 +53,7 @@ std::string outcome_repr(const StepOutcome& outcome) {
       text += " in '" + outcome.parameter + "'";
     }
     if (outcome.rank >= 0) {
-      text += " on rank " + std::to_string(outcome.rank);
+      text += " on rank " + std::to_string(outcome.rank) + outcome.place;
     }
     if (!outcome.phase.empty()) {
       text += ", in " + outcome.phase;

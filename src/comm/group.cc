@@ -213,7 +213,7 @@ Group::Group(const World& world, Team team, const std::string& name, ChannelOpti
   std::string failure;
   run_blocking([&] { transport_ = connect(team_.within(world), team_, name, options_, failure); });
   if (transport_) return;
-  const std::string rank = "rank " + std::to_string(team_.rank()) + " of " + std::to_string(world.size);
+  const std::string rank = rank_name() + " of " + std::to_string(world.size);
   if (failure.empty()) {
     throw CommError(rank + " could not connect group '" + name +
                     "': the system refuses the thread that would serve it");
@@ -297,6 +297,10 @@ void Group::barrier(const Site& site) {
   wait(pending, site);
 }
 
+std::string Group::rank_name() const {
+  return options_.board ? options_.board->name(team_.rank()) : "rank " + std::to_string(team_.rank());
+}
+
 std::string Group::text(const Site& site) const {
   return "step " + std::to_string(step()) + ", " + site.phase + ", " + site.what;
 }
@@ -327,8 +331,8 @@ bool Group::advance(Pending& pending, milliseconds limit, const Site& site) {
   });
   if (done || !failure.empty()) pending.note_end();
   if (!failure.empty()) {
-    throw_comm_error("rank " + std::to_string(team_.rank()) + " lost its peers at " + text(site) + ": " +
-                     find_cause(site) + ". Transport: " + failure);
+    throw_comm_error(rank_name() + " lost its peers at " + text(site) + ": " + find_cause(site) +
+                     ". Transport: " + failure);
   }
   if (done) pending = Pending();
   return done;
@@ -372,8 +376,7 @@ void Wait::look_at_board(Clock::time_point now) {
   if (!reported_) reported_ = now;
   const bool may_come = group_.transport_->crosses_hosts() && !board.is_failure();
   if (now - *reported_ < (may_come ? kLateParts : period_)) return;
-  throw_comm_error("rank " + std::to_string(group_.team_.rank()) + " stopped at " + group_.text(site_) + ": " +
-                   group_.find_cause(site_, failure));
+  throw_comm_error(group_.rank_name() + " stopped at " + group_.text(site_) + ": " + group_.find_cause(site_, failure));
 }
 
 void Group::wait(Pending& pending, const Site& site, const std::function<void()>& meanwhile) {
@@ -408,8 +411,8 @@ std::string Group::find_cause(const Site& site, std::optional<std::string> repor
 
 void Group::time_out(const Site& site) const {
   throw_comm_error(
-      fmt::format("rank {} timed out after {:g} s at {}: {}. The limit is \"deeptide\": {{\"comm_timeout\": seconds}}.",
-                  team_.rank(), std::chrono::duration<double>(options_.timeout).count(), text(site), find_cause(site)));
+      fmt::format("{} timed out after {:g} s at {}: {}. The limit is \"deeptide\": {{\"comm_timeout\": seconds}}.",
+                  rank_name(), std::chrono::duration<double>(options_.timeout).count(), text(site), find_cause(site)));
 }
 
 }  // namespace deeptide::comm

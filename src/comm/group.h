@@ -164,6 +164,8 @@ class Group {
   std::string find_cause(const Site& site, std::optional<std::string> reported = {}) const;
   [[noreturn]] void time_out(const Site& site) const;
   std::string text(const Site& site) const;
+  /// This rank as errors name it.
+  std::string rank_name() const;
 
   Team team_;
   ChannelOptions options_;

@@ -144,8 +144,8 @@ void Engine::Impl::serve_tensor_team() {
     *begin = now;
     const auto failure = channels.board()->failure("waits for the ranks that share its layers");
     if (failure && channels.board()->is_failure()) {
-      throw CommError(fmt::format("rank {} stopped, waiting for the ranks that share its layers: {}",
-                                  channels.world().rank, *failure));
+      throw CommError(fmt::format("{} stopped, waiting for the ranks that share its layers: {}",
+                                  channels.mesh().name(channels.world().rank), *failure));
     }
   };
   team->serve(meanwhile, channels.recorder());

@@ -76,7 +76,7 @@ struct TensorTeam::Impl {
         team(comm::Team::along(mesh, world.rank, {Axis::tensor})),
         data(comm::Team::along(mesh, world.rank, {Axis::data})),
         name(next_team_name(world)),
-        board(std::make_shared<world::FailureBoard>(world, name + "/board")),
+        board(std::make_shared<world::FailureBoard>(world, name + "/board", world::kErrorGrace, mesh)),
         host(host::Host::find(team.within(world), name + "/host", /*enabled=*/true, board, team.ranks())),
         group(world, team, name + "/tensor", {.timeout = timeout, .board = board, .host = host}),
         device_group(world.make_backend

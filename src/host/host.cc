@@ -261,13 +261,14 @@ void Host::watch_processes(const std::vector<std::pair<int, int>>& pids) {
           worst->process.why_not() + ")");
 }
 
-std::string Host::Watched::end() const {
-  return "rank " + std::to_string(rank) + "'s process " + std::to_string(process.pid()) + " has ended";
+std::string Host::end_of(const Watched& watched) const {
+  const std::string rank = board_ ? board_->name(watched.rank) : "rank " + std::to_string(watched.rank);
+  return rank + "'s process " + std::to_string(watched.process.pid()) + " has ended";
 }
 
 std::optional<std::string> Host::find_dead() const {
   for (const auto& watched : processes_) {
-    if (watched.process.pid() != ::getpid() && watched.process.has_ended()) return watched.end();
+    if (watched.process.pid() != ::getpid() && watched.process.has_ended()) return end_of(watched);
   }
   return std::nullopt;
 }
@@ -284,16 +285,16 @@ std::optional<std::string> Host::find_killed() const {
       asked = false;
     }
     if (first == nullptr) first = &watched;
-    all += (all.empty() ? "" : ", ") + watched.end();
+    all += (all.empty() ? "" : ", ") + end_of(watched);
   }
   if (first == nullptr) return std::nullopt;
   int32_t known = first_killed_ ? first_killed_->load() : 0;
   if (known == 0 && !asked) return all;
   if (known == 0 && (!first_killed_ || first_killed_->compare_exchange_strong(known, first->rank + 1))) {
-    return first->end();
+    return end_of(*first);
   }
   const auto is_known = [&](const auto& watched) { return watched.rank + 1 == known; };
-  return std::find_if(processes_.begin(), processes_.end(), is_known)->end();
+  return end_of(*std::find_if(processes_.begin(), processes_.end(), is_known));
 }
 
 }  // namespace deeptide::host

@@ -91,9 +91,9 @@ class Host {
   struct Watched {
     int rank;  // its number
     ProcessWatch process;
-    std::string end() const;  // "rank 1's process 4711 has ended"
   };
-  std::vector<Watched> processes_;  // of the ranks of this machine, ascending
+  std::string end_of(const Watched& watched) const;  // "rank 1's process 4711 has ended"
+  std::vector<Watched> processes_;                   // of the ranks of this machine, ascending
   std::shared_ptr<device::SharedMemory> signals_;
   int64_t reserved_ = 0;
   std::atomic<int32_t>* first_killed_ = nullptr;  // shared by this host's ranks: the rank + 1, 0: none; may be null

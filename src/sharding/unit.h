@@ -11,10 +11,12 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "comm/team.h"
+#include "deeptide/tensor_slice.h"
 #include "device/memory/memory.h"
 #include "device/memory/shared_memory.h"
 #include "sharding/layout.h"
@@ -48,7 +50,8 @@ struct Parameter {
   int64_t offset = 0;  // in the unit, elements
   int64_t numel = 0;
   int group = -1;
-  bool required_grad = true;  // when it was bound
+  bool required_grad = true;         // when it was bound
+  std::optional<TensorSlice> slice;  // of a whole one, if ranks along the tensor axis share it
   Unit* unit = nullptr;
   c10::intrusive_ptr<c10::StorageImpl> storage;  // owned: views keep it alive, the registry finds the parameter by it
   uint32_t version = 0;                          // current_version() after the engine's last write
@@ -76,6 +79,9 @@ struct UnitPlacement {
   UnitMemory memory = UnitMemory::whole;
   comm::Team shard_over;   // each of its ranks owns one slice
   comm::Team reduce_over;  // gradients are summed over it: whole teams of the above, one after the other
+  /// The ranks along the tensor axis whose slices make up the unit's parameters; absent: these are whole.
+  std::optional<comm::Team> cut_over = {};
+  int cut_ranks() const { return cut_over ? cut_over->size() : 1; }
   /// Whether this rank is the first that holds its slice: it counts the slice in norms and writes it into checkpoints.
   bool is_first_holder() const { return reduce_over.index() < shard_over.size(); }
 };
@@ -141,6 +147,7 @@ class Unit {
   UnitMemory memory() const { return placement_.memory; }
   const comm::Team& shard_over() const { return placement_.shard_over; }
   const comm::Team& reduce_over() const { return placement_.reduce_over; }
+  const std::optional<comm::Team>& cut_over() const { return placement_.cut_over; }
   bool is_first_holder() const { return placement_.is_first_holder(); }
   /// Memory that it keeps of this rank's share: what is resident of its slice, or all of it.
   int64_t resident_bytes() const;

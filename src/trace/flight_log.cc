@@ -144,6 +144,12 @@ void FlightLog::slow_link(int from, int to, double bytes_per_s, double others) n
   link.from.store(from, std::memory_order_release);
 }
 
+void FlightLog::mesh(const std::array<int, 5>& sizes) noexcept {
+  for (size_t axis = 0; axis < sizes.size(); ++axis) {
+    ring_.mesh.sizes[axis].store(sizes[axis], std::memory_order_relaxed);
+  }
+}
+
 bool FlightLog::is_watched() const noexcept {
   const int64_t until = ring_.wish.watched_until_ns.load(std::memory_order_relaxed);
   return until != 0 && coarse_now_ns() < until;

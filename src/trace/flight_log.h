@@ -3,6 +3,7 @@
 // Records the last collectives of this process's ranks in a ring, which stays readable when a rank is stopped or dead.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -55,6 +56,9 @@ class FlightLog {
 
   /// Records the link over the network that ranks agree is slow; see FlightLink.
   void slow_link(int from, int to, double bytes_per_s, double others) noexcept;
+
+  /// Records how the ranks are arranged; see FlightMesh.
+  void mesh(const std::array<int, 5>& sizes) noexcept;
 
   /// Whether `deeptide top` looks at this rank now.
   bool is_watched() const noexcept;

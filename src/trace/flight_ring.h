@@ -14,7 +14,7 @@ namespace deeptide::trace {
 /// The launcher makes a memfd of sizeof(FlightRing) per rank, writes kFlightMagic, and passes its number to the rank.
 inline constexpr const char* kFlightVariable = "DEEPTIDE_FLIGHT_FD";
 inline constexpr const char* kStacksVariable = "DEEPTIDE_STACKS_FD";  // the file that a signal handler writes stacks to
-inline constexpr uint64_t kFlightMagic = 0x34'54'48'47'4c'46'54'44;   // "DTFLGHT4"; another layout gets another digit
+inline constexpr uint64_t kFlightMagic = 0x35'54'48'47'4c'46'54'44;   // "DTFLGHT5"; another layout gets another digit
 inline constexpr int kFlightEntries = 256;
 
 /// Signals on which a rank writes its Python stacks, or the receiving thread's native stack, to the stacks' file. They
@@ -94,6 +94,11 @@ struct FlightWish {
   std::atomic<uint64_t> traced{0};  // by the rank: the last request that is done
 };
 
+/// How the job's ranks are arranged: the sizes of world::Mesh's axes. 0: not known yet.
+struct FlightMesh {
+  std::atomic<int32_t> sizes[5] = {};
+};
+
 struct FlightRing {
   std::atomic<uint64_t> magic{0};
   std::atomic<int32_t> pid{0};            // the writing process; 0: none yet
@@ -101,6 +106,7 @@ struct FlightRing {
   std::atomic<uint64_t> last_number{0};   // number of the newest entry; entry n is entries[(n - 1) % kFlightEntries]
   std::atomic<int64_t> last_event_ns{0};  // time of the last write
   FlightPlace place;
+  FlightMesh mesh;
   FlightLink slow_link;
   FlightStep last_step;
   FlightWish wish;

@@ -35,8 +35,15 @@ std::optional<std::string> read_if_there(c10d::Store& store, const std::string& 
 
 }  // namespace
 
-FailureBoard::FailureBoard(const World& world, const std::string& prefix, milliseconds grace)
-    : store_(world.store), prefix_(prefix), rank_(world.rank), size_(world.size), grace_(grace), process_(::getpid()) {}
+FailureBoard::FailureBoard(const World& world, const std::string& prefix, milliseconds grace,
+                           const std::optional<Mesh>& mesh)
+    : store_(world.store),
+      prefix_(prefix),
+      rank_(world.rank),
+      size_(world.size),
+      mesh_(mesh.value_or(Mesh::data_parallel(world.size))),
+      grace_(grace),
+      process_(::getpid()) {}
 
 bool FailureBoard::has_listeners() const { return size_ > 1 && ::getpid() == process_; }
 
@@ -51,7 +58,7 @@ void FailureBoard::report_end(const std::string& text) noexcept { report(text, /
 void FailureBoard::report(const std::string& text, bool in_good_order) {
   if (!has_listeners()) return;
   try {
-    std::string own = "rank " + std::to_string(rank_) + " " + text;
+    std::string own = name(rank_) + " " + text;
     bool unexplained = false;
     {
       std::lock_guard lock(mutex_);
@@ -80,7 +87,7 @@ void FailureBoard::report_error(const std::string& event, const std::string& tex
       lock.unlock();
       return report(event, /*in_good_order=*/false);
     }
-    error_ = "rank " + std::to_string(rank_) + " " + event;
+    error_ = name(rank_) + " " + event;
     if (const std::string line = first_line(text); !line.empty()) error_ += ": " + line;
     if (!has_error_) error_number_ = store_->add(prefix_ + "/errors", 1);
     has_error_ = true;
@@ -170,7 +177,7 @@ std::optional<std::string> FailureBoard::failure_among(const std::vector<int>& r
   try {
     for (const int rank : ranks) {
       if (rank == rank_ || !has_ended(rank)) continue;
-      return "rank " + std::to_string(rank) + " " + to_text(store_->get(key("place", rank)));
+      return name(rank) + " " + to_text(store_->get(key("place", rank)));
     }
   } catch (const std::exception&) {
     return report;  // the store ends
@@ -193,9 +200,9 @@ FailureBoard::Reports FailureBoard::read_reports() {
     if (r == rank_) continue;
     const auto place = read_if_there(*store_, key("place", r));
     if (place) {
-      reports.places += "; rank " + std::to_string(r) + ": " + *place;
+      reports.places += "; " + name(r) + ": " + *place;
     } else {
-      reports.missing += (reports.missing.empty() ? "" : ", ") + std::to_string(r);
+      reports.missing += (reports.missing.empty() ? "" : ", ") + std::to_string(r) + mesh_.place(r);
     }
   }
   return reports;

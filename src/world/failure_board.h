@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "deeptide/world.h"
+#include "world/mesh.h"
 
 namespace deeptide::world {
 
@@ -30,7 +31,9 @@ inline constexpr std::chrono::milliseconds kErrorGrace{30'000};
 class FailureBoard {
  public:
   /// `grace`: how long a rank may take from an error that it raised to its next call before the others stop waiting.
-  FailureBoard(const World& world, const std::string& prefix, std::chrono::milliseconds grace = kErrorGrace);
+  /// `mesh`: names ranks by their coordinates; absent: data is the only axis.
+  FailureBoard(const World& world, const std::string& prefix, std::chrono::milliseconds grace = kErrorGrace,
+               const std::optional<Mesh>& mesh = {});
 
   /// Reports that this rank cannot continue ("left training", "failed in forward: …"), and what ended it, if that was
   /// noted. Never throws.
@@ -58,6 +61,8 @@ class FailureBoard {
   std::optional<std::string> error() noexcept;
   /// Whether a rank has reported its end, for whatever reason. Errors: the store's.
   bool has_ended(int rank);
+  /// A rank as reports name it: Mesh::name.
+  std::string name(int rank) const { return mesh_.name(rank); }
   /// Whether the store answers.
   bool is_reachable() noexcept;
   /// Records the place where this rank timed out or lost a peer and asks for the others' places; returns the cause, if
@@ -83,6 +88,7 @@ class FailureBoard {
   std::string prefix_;
   int rank_;
   int size_;
+  Mesh mesh_;
   std::chrono::milliseconds grace_;
   const pid_t process_;
   std::mutex mutex_;

@@ -66,6 +66,19 @@ std::vector<int> Mesh::peers(int of, Axis axis) const {
   return ranks;
 }
 
+std::string Mesh::place(int rank) const {
+  if (size(Axis::data) == num_ranks()) return "";
+  const Coordinates coordinates = this->coordinates(rank);
+  std::string text;
+  for (int i = 0; i < kNumAxes; ++i) {
+    const auto axis = static_cast<Axis>(i);
+    if (sizes_[i] == 1 && axis != Axis::data) continue;
+    const char* const name = axis == Axis::pipe ? "pipeline" : axis_name(axis);  // the configuration's word
+    text += (text.empty() ? " (" : ", ") + std::string(name) + " " + std::to_string(coordinates[i]);
+  }
+  return text + ")";
+}
+
 std::string Mesh::text() const {
   std::string text;
   for (int i = 0; i < kNumAxes; ++i) {

@@ -27,11 +27,17 @@ class Mesh {
   static Mesh data_parallel(int world_size);
 
   int num_ranks() const;
+  const Sizes& sizes() const { return sizes_; }
   int size(Axis axis) const { return sizes_[static_cast<int>(axis)]; }
   Coordinates coordinates(int rank) const;
   int rank(const Coordinates& coordinates) const;
   /// Returns the ranks that differ from `rank` only along `axis`, in axis order, including `rank`.
   std::vector<int> peers(int rank, Axis axis) const;
+  /// A rank as people read of it: "rank 5", with its coordinates where there is more than the data axis: "rank 5
+  /// (pipeline 1, data 0, tensor 1)".
+  std::string name(int rank) const { return "rank " + std::to_string(rank) + place(rank); }
+  /// The coordinates in it: " (pipeline 1, data 0, tensor 1)"; empty where data is the only axis.
+  std::string place(int rank) const;
   /// Returns the axes larger than one, such as "data=4" or "pipe=2 data=4"; "data=1" if there are none.
   std::string text() const;
 

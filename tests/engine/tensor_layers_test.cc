@@ -8,9 +8,9 @@
 
 #include <numeric>
 
-#include "engine/model/slices.h"
 #include "errors.h"
 #include "ranks.h"
+#include "sharding/tensor_slices.h"
 
 namespace deeptide::tensor {
 namespace {
@@ -18,7 +18,7 @@ namespace {
 using at::Tensor;
 
 Tensor whole_of(const TensorSlice& slice, const Tensor& local, TensorTeam& team) {
-  return engine::joined(slice, team.all_gather(local, "forward"));
+  return sharding::joined(slice, team.all_gather(local, "forward"));
 }
 
 Tensor drawn(at::IntArrayRef shape, int64_t seed) {

@@ -11,6 +11,7 @@
 #include "engine/models.h"
 #include "errors.h"
 #include "ranks.h"
+#include "sharding/tensor_slices.h"
 
 namespace deeptide::tensor {
 namespace {
@@ -175,12 +176,12 @@ engine::Topology topology_of(int ranks, int rank, const TensorSlice& slice) {
 
 /// Every slice of every rank in shards of `step` elements: the pieces hold each element of the whole once.
 void check_places(const TensorSlice& slice, const std::vector<int64_t>& local, int ranks, int64_t step) {
-  const auto shape = engine::whole_shape(slice, local);
+  const auto shape = sharding::whole_shape(slice, local);
   std::vector<int64_t> of_all = local;
   of_all.insert(of_all.begin(), ranks);
   const Tensor all =
       torch::arange(1.0, 1.0 + static_cast<double>(c10::multiply_integers(of_all)), torch::kFloat).view(of_all);
-  const Tensor whole = engine::joined(slice, all);
+  const Tensor whole = sharding::joined(slice, all);
   Tensor found = torch::zeros({whole.numel()});
   std::vector<int> saved(static_cast<size_t>(whole.numel())), loaded = saved;
   for (int rank = 0; rank < ranks; ++rank) {

@@ -240,6 +240,8 @@ def program_of(seed):
     skips = random.Random(f"skips {seed}").choice(["", "", "mirror", "collect", "hooks"]) if form == "blocks" else ""
     if (tie or shares or pair or skips) and optimizer == "Lion":  # a sign shows the last bit
         optimizer = "AdamW"
+    if shares and random.Random(f"norms {seed}").random() < 0.3:
+        optimizer = "Lamb"
     frozen = draw.choice([[], [], [], ["up.weight"], ["norm"], ["embed", "0.weight"]])
     kept = random.Random(f"activations {seed}")
     for phase in phases:

@@ -61,6 +61,13 @@ TEST(Mesh, SplitsTheWorldIntoEqualPeerGroupsAlongEachAxis) {
   }
 }
 
+TEST(Mesh, NamesCoordinatesWhereThereIsMoreThanTheDataAxis) {
+  EXPECT_EQ(Mesh::data_parallel(8).name(5), "rank 5");
+  EXPECT_EQ(Mesh(8, {2, 2, 1, 1, 2}).name(5), "rank 5 (pipeline 1, data 0, tensor 1)");
+  EXPECT_EQ(Mesh(4, {1, 2, 1, 1, 2}).name(2), "rank 2 (data 1, tensor 0)");
+  EXPECT_EQ(Mesh(2, {2, 1, 1, 1, 1}).name(1), "rank 1 (pipeline 1, data 0)");
+}
+
 TEST(Mesh, RejectsSizesThatDoNotMultiply) {
   EXPECT_EQ(error_of(4, {1, 3, 1, 1, 1}), "the mesh data=3 has 3 ranks, but the world has 4");
   EXPECT_EQ(error_of(4, {1, 0, 1, 1, 4}), "mesh axis 'data' has size 0, expected at least 1");

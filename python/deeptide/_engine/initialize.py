@@ -105,6 +105,12 @@ def _options_of(model: torch.nn.Module, team: Team | None) -> dict[str, Any]:
     return options_of(model, team)
 
 
+def _cuts_of(model: torch.nn.Module, team: Team) -> dict[str, Callable[[Any], Any]]:
+    from deeptide.tensor.axis import cuts_of
+
+    return cuts_of(model, team)
+
+
 def is_pipeline(model: torch.nn.Module) -> bool:
     """Whether it is a PipelineModule, or was cut into stages."""
     if "_deeptide_cut" in model.__dict__:
@@ -267,6 +273,8 @@ def make_engine(
     try:
         custom = plan.custom if plan is not None else None
         axes = _options_of(model, team)
+        if team is not None and custom is not None:
+            custom.cuts = _cuts_of(model, team)
         options = _C.InitOptions(world, groups, optimizer_type, describer(model), custom, stages, **axes)
         core = _C.Engine(describe(model), config, options)
         if any(map(_C.has_deferred_key, model.parameters())):

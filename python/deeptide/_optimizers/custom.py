@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -17,6 +17,7 @@ from deeptide._optimizers.given import AwayState, WithoutHooks, step_alone
 from deeptide._optimizers.groups import ParamGroup, keys_of, read_group, write_key
 
 PartState: TypeAlias = list[tuple[str, torch.Tensor, bool]]
+Cut: TypeAlias = Callable[[Any], Any]
 
 # Kinds of state that are no tensors are saved under the state's name and one of these.
 _NUMBER, _NONE = ":number", ":none"
@@ -33,7 +34,10 @@ class PartStepper:
         groups: list[int],
         parameters: dict[str, torch.Tensor],
     ) -> None:
-        """groups: the places in its param_groups, by the core's number. parameters: the model's, by name."""
+        """groups: the places in its param_groups, by the core's number. parameters: the model's, by name.
+
+        cuts: makes what a slice has of the state that its whole parameter had, by name; set before `adopt`.
+        """
         self.info = info
         self.needs_whole = needs_whole
         self._optimizer = optimizer
@@ -42,6 +46,7 @@ class PartStepper:
         self._state: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
         self._parts: list[torch.nn.Parameter] = []
         self._of_group: dict[int, list[torch.nn.Parameter]] = {}
+        self.cuts: Mapping[str, Cut] = {}
 
     def adopt(self, parts: Sequence[tuple[str, int, int, torch.Tensor]]) -> None:
         """Takes (parameter, group, first element, values) of each part; and its share of the state there is."""
@@ -52,6 +57,8 @@ class PartStepper:
             self._of_group.setdefault(self._groups[group], []).append(part)
             parameter = self._parameters[name]
             for key, value in held.get(parameter, {}).items() if held else ():
+                if name in self.cuts:
+                    value = self.cuts[name](value)
                 self._state[part][key] = _share_of(value, parameter, begin, part)
         self._parameters = {}
 

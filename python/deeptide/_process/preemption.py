@@ -39,7 +39,10 @@ def leave_if_preempted(engine: Engine, outcome: StepOutcome | None) -> None:
 
 
 def leave_evaluation_if_preempted(engine: Engine) -> None:
-    """Before a forward in eval mode: steps may be far away."""
-    if engine._core.should_preempt():
+    """Before a forward in eval mode: steps may be far away. Ranks that share layers go together."""
+    goes = engine._core.should_preempt()
+    if engine.tensor_team is not None:
+        goes = engine.tensor_team.any(goes)
+    if goes:
         engine._core.preempt()
         _leave(engine)

@@ -64,14 +64,18 @@ class PipelineEngine(Engine):
 
     def _check_teams(self) -> None:
         """Collective. Errors: ConfigError, on all ranks, if stages have teams of different sizes."""
-        if self._stage is None:
-            return
         own = self.tensor_team.size if self.tensor_team else 1
-        sizes = [int(size) for size in self._stage.exchange([float(own)])]
+        sizes = [own] if self._stage is None else [int(size) for size in self._stage.exchange([float(own)])]
         if len(set(sizes)) > 1:
             raise ConfigError(
                 f"the stages' layers are shared by {', '.join(map(str, sizes))} ranks, expected one number: give a "
                 "stage without shared layers the team too, by model.tensor_team = team"
+            )
+        wanted = self._cut.topology().get_dim("model") if isinstance(self._cut, PipelineModule) else 0
+        if wanted > 1 and wanted != own:
+            raise ConfigError(
+                f"PipelineModule: topology: its axis model has {wanted} ranks, and {own} share the layers: build them "
+                f"of deeptide.tensor's layers with make_team({wanted}, stages={self.num_stages})"
             )
 
     def _chosen_schedule(self) -> PipelineSchedule:

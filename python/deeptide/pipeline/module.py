@@ -41,13 +41,13 @@ def _chain_of_tuple(steps: list[Callable[[Any], Any]], *values: Any) -> Any:
 
 
 def _stages_of(topology: Any, num_ranks: int) -> int:
-    """Errors: ConfigError unless its axes are pipe and then data, and it has all ranks."""
+    """Errors: ConfigError unless its axes are pipe, then data, then model, and it has all ranks."""
     sizes = dict(zip(topology.axes, topology.dims, strict=True))
-    known = [axis for axis, size in sizes.items() if axis in ("pipe", "data") or size > 1]
-    if known not in (["pipe"], ["pipe", "data"], ["data"]):
+    larger = [axis for axis, size in sizes.items() if size > 1]
+    if larger != [axis for axis in ("pipe", "data", "model") if axis in larger]:
         raise ConfigError(
-            f"PipelineModule: topology: got the axes {sizes}, expected pipe and then data; no other axis may be larger "
-            "than 1 yet"
+            f"PipelineModule: topology: got the axes {sizes}, expected pipe, then data, then model; no other axis may "
+            "be larger than 1 yet"
         )
     if topology.world_size() != num_ranks:
         raise ConfigError(f"PipelineModule: topology: {sizes} has {topology.world_size()} ranks, the job {num_ranks}")
@@ -58,8 +58,8 @@ class PipelineModule(torch.nn.Module):
     """A model that ranks train as the stages of a pipeline, each with consecutive layers.
 
     layers: modules, functions, LayerSpecs and TiedLayerSpecs. Each takes what the one before it returns, as its only
-    argument: a tensor, or tensors in tuples, lists and dictionaries. Exactly one of num_stages and topology (axes pipe
-    and data) is given; consecutive ranks share a stage, and each stage trains with ZeRO over them. loss_fn(outputs,
+    argument: a tensor, or tensors in tuples, lists and dictionaries. Exactly one of num_stages and topology (axes pipe,
+    data, model) is given; consecutive ranks share a stage, and each stage trains with ZeRO over them. loss_fn(outputs,
     labels) runs on the last stage; without it, the last layer returns the loss.
     seed_layers: seeds torch, or calls seed_fn, with base_seed + the layer's number before a layer is built: then every
     cut of the model begins with the same weights. partition_method: "parameters", "uniform", "type:REGEX", "profile" or

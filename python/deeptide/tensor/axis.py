@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ import torch
 from deeptide import _C
 from deeptide._C import Config, ConfigError, World
 from deeptide._model.describe import device_of
-from deeptide.tensor.cutting.slices import adding_names, slices_of
+from deeptide.tensor.cutting.slices import Slice, adding_names, slices_of
 from deeptide.tensor.cutting.split import split_model
 from deeptide.tensor.mpu import adopt
 from deeptide.tensor.team import Team, make_team, team_of
@@ -94,6 +96,16 @@ def _draw_alike(team: Team, device: torch.device) -> None:
         state = generator.get_rng_state()
         team.core.broadcast(state, "start")
         generator.set_rng_state(state)
+
+
+def cuts_of(model: torch.nn.Module, team: Team) -> dict[str, Callable[[Any], Any]]:
+    """By name, what makes a slice's state out of that of the whole parameter; other values pass as they are."""
+
+    def cut(slice_: Slice, value: Any) -> Any:
+        is_whole = isinstance(value, torch.Tensor) and value.dim() > slice_.dim % max(1, value.dim())
+        return slice_.cut(value, team) if is_whole and value.shape[slice_.dim] == sum(slice_.blocks) else value
+
+    return {name: functools.partial(cut, slice_) for name, slice_ in slices_of(model)}
 
 
 def options_of(model: torch.nn.Module, team: Team | None) -> dict[str, Any]:

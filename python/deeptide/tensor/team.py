@@ -30,6 +30,10 @@ class Team:
         """How many they are."""
         return self.core.data_size
 
+    def any(self, own: bool) -> bool:
+        """Whether it is true on one of them. Collective."""
+        return bool(self.core.all_gather(torch.tensor(float(own)), "forward").any())
+
     def check_alike(self, loss: torch.Tensor) -> None:
         """Collective. Errors: ValueError if the ranks' losses are not of equal batches, on all of them."""
         if loss.numel() != 1:

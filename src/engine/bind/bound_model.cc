@@ -99,6 +99,8 @@ BoundModel::BoundModel(const ModelDescription& model, const Design& design, cons
     for (const auto& slot : row.layout.slots) {
       Parameter& p = parameters[slot.parameter];
       p.offset = slot.offset;
+      const auto slice = design.topology.slices.find(p.name);
+      if (slice != design.topology.slices.end()) p.slice = slice->second;
       members.push_back(std::move(p));
     }
     units_.push_back(

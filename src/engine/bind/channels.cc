@@ -49,7 +49,7 @@ Channels::Channels(const std::optional<World>& world, const Config& config, cons
       clock_(std::make_shared<comm::Clock>()),
       recorder_(std::make_shared<trace::Recorder>()),
       board_(std::make_shared<world::FailureBoard>(world_, "deeptide/board/" + next_channel_name(world_, "board"),
-                                                   milliseconds_of(config.runtime().error_grace_s))),
+                                                   milliseconds_of(config.runtime().error_grace_s), mesh())),
       host_(host::Host::find(data_.within(world_), "deeptide/host/" + next_channel_name(world_, "host"),
                              may_share_memory(config), board_, data_.ranks())),
       between_hosts_(config.runtime().shared_memory && !host_->holds_all()),
@@ -61,6 +61,7 @@ Channels::Channels(const std::optional<World>& world, const Config& config, cons
   topology_.on_host = host_->size();
   topology_.uniform = host_->is_uniform();
   topology_.in_order = host_->is_in_order();
+  trace::flight_log().mesh(mesh().sizes());
   if (axes) tensor_team_ = axes->tensor_team;
   if (mesh().size(world::Axis::pipe) == 1) return;
   stages_ = std::make_unique<Stages>(world_, mesh(), next_channel_name(world_, "stages"),

@@ -112,10 +112,8 @@ int64_t Designer::divisor_of(const UnitRow& row, const Tenancy* tenancy) const {
 
 /// A unit moves in one collective, so the bucket sizes bound it.
 void Designer::cut() {
-  if (!made_.topology.tenancies.empty()) refuse_axes(config_, made_.rule.get());
-  if (made_.topology.mesh.size(world::Axis::tensor) > 1) refuse_tensor(config_);
+  refuse_axes(config_, made_.topology, made_.rule.get(), made_.steps_whole);
   const bool is_stage = made_.topology.mesh.size(world::Axis::pipe) > 1;  // others may have what is trained
-  if (is_stage) refuse_stages(config_, made_.rule.get());
   specs_ = specs();
   TORCH_CHECK_VALUE(is_stage || !specs_.empty(), "the model has no parameters: nothing to train");
   check_trainable(specs_, made_.compute_dtype, made_.rule && !is_stage ? config_.origin() : "");
@@ -133,6 +131,7 @@ void Designer::cut() {
       row.place.shard_over = made_.topology.team(tenancy->shard_over);
       row.place.reduce_over = made_.topology.team(tenancy->reduce_over);
     }
+    if (made_.topology.slices.contains(first.name)) row.place.cut_over = made_.topology.team({world::Axis::tensor});
     row.layout.copies = row.place.reduce_over.size() / row.place.shard_over.size();
     for (const sharding::Slot& slot : row.layout.slots) row.groups.insert(specs_[slot.parameter].group);
     row.divisor = divisor_of(row, tenancy);
@@ -344,7 +343,6 @@ void Designer::place_gradients() {
           .states_in_files = made_.states_in_files.has_value()});
   const double share = asked.value_or(made_.steps_shard() ? states_share_ : 0.0);
   made_.types.gradients_leave = made_.types.uses_host() && share > 0.0;
-
   gradients::ReducerOptions& how = made_.reductions;
   const BatchSizes batch = config_.batch_sizes(made_.topology.num_batches());
   how.bits = made_.is_shared || made_.num_ranks() == 1 ? 0 : quantized_bits(config_);
@@ -433,6 +431,7 @@ std::vector<zero::UnitForecast> Design::stepped() const {
                        .whole_numel = row->layout.numel,
                        .dtype = row->layout.dtype,
                        .groups = row->groups,
+                       .cut_over = row->place.cut_ranks(),
                        .off_device = row->off_device});
   }
   return stepped;
@@ -465,6 +464,7 @@ std::vector<ChannelRow> Design::channels() const {
     add(row.place.reduce_over, Purpose::gathers);  // what replicas take from each other
     add(row.place.reduce_over, Purpose::reductions);
     add(row.place.shard_over, Purpose::reductions);  // what a step publishes, and whole sums at stage 0
+    if (rule && rule->matrices() && row.place.cut_over) add(*row.place.cut_over, Purpose::reductions);
   }
   return rows;
 }

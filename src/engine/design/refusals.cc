@@ -141,6 +141,29 @@ std::vector<Refusal> of_training(const Config& config, const ModelFacts& model, 
   };
 }
 
+void refuse_tenancies(const Config& config, const world::Mesh& mesh, const optim::Rule* rule, bool steps_whole) {
+  const bool has_experts = mesh.size(world::Axis::expert) > 1;
+  const std::string subject = "units on axes of their own do not go with ";
+  const std::string optimizer = subject + (rule ? rule->name() : "");
+  const RuntimeConfig& runtime = config.runtime();
+  check(config, {{keeps_whole_states(rule), optimizer + ", whose ranks exchange signs over one team yet; ",
+                  "choose another optimizer"},
+                 {is_callers(rule) && steps_whole, optimizer + ", your own, which steps whole parameters; ",
+                  "choose one that steps each element by itself, or name one of deeptide's in the configuration"},
+                 {runtime.reduction != Reduction::ordered, subject + "a reduction in the transport's order; ",
+                  "set deeptide.reduction to \"ordered\""},
+                 {runtime.keep_grad && has_experts, subject + "deeptide.keep_grad yet; ", "leave it out"},
+                 {runtime.overlap_publish.value_or(false), subject + "deeptide.overlap_publish yet; ", "leave it out"},
+                 {runtime.drift_interval > 0, subject + "deeptide.drift_interval yet; ", "leave it out"}});
+}
+
+void refuse_stages(const Config& config, const optim::Rule* rule) {
+  const std::string subject = "a pipeline does not go with ";
+  check(config, {{keeps_whole_states(rule), subject + (rule ? rule->name() : "") + ", whose ranks exchange signs; ",
+                  "choose another optimizer"},
+                 {config.runtime().keep_grad, subject + "deeptide.keep_grad yet; ", "leave it out"}});
+}
+
 }  // namespace
 
 void refuse(const Config& config, const ModelFacts& model, const optim::Rule* rule) {
@@ -160,33 +183,9 @@ void refuse(const Config& config, const ModelFacts& model, const optim::Rule* ru
   check(config, of_training(config, model, *rule));
 }
 
-void refuse_axes(const Config& config, const optim::Rule* rule) {
-  const std::string subject = "units on axes of their own do not go with ";
-  const RuntimeConfig& runtime = config.runtime();
-  check(config, {{rule && (!steps_elements(*rule) || is_callers(rule)), subject + (rule ? rule->name() : "") + " yet; ",
-                  "choose an optimizer of deeptide that steps each element by itself"},
-                 {runtime.reduction != Reduction::ordered, subject + "a reduction in the transport's order; ",
-                  "set deeptide.reduction to \"ordered\""},
-                 {runtime.keep_grad, subject + "deeptide.keep_grad yet; ", "leave it out"},
-                 {runtime.overlap_publish.value_or(false), subject + "deeptide.overlap_publish yet; ", "leave it out"},
-                 {runtime.drift_interval > 0, subject + "deeptide.drift_interval yet; ", "leave it out"}});
-}
-
-void refuse_tensor(const Config& config) {
-  const std::string subject = "tensor parallelism does not go with ";
-  check(config, {{config.runtime().on_skipped == OnSkipped::rewind, subject + "deeptide.on_skipped \"rewind\" yet; ",
-                  "choose \"skip\" or \"raise\""},
-                 {!config.checkpoint().preempt_folder.empty(), subject + "deeptide.on_preempt yet; ", "leave it out"}});
-}
-
-void refuse_stages(const Config& config, const optim::Rule* rule) {
-  const std::string subject = "a pipeline does not go with ";
-  check(config, {{keeps_whole_states(rule), subject + (rule ? rule->name() : "") + ", whose ranks exchange signs; ",
-                  "choose another optimizer"},
-                 {config.runtime().on_skipped == OnSkipped::rewind, subject + "deeptide.on_skipped \"rewind\" yet; ",
-                  "choose \"skip\" or \"raise\""},
-                 {!config.checkpoint().preempt_folder.empty(), subject + "deeptide.on_preempt yet; ", "leave it out"},
-                 {config.runtime().keep_grad, subject + "deeptide.keep_grad yet; ", "leave it out"}});
+void refuse_axes(const Config& config, const Topology& topology, const optim::Rule* rule, bool steps_whole) {
+  if (!topology.tenancies.empty()) refuse_tenancies(config, topology.mesh, rule, steps_whole);
+  if (topology.mesh.size(world::Axis::pipe) > 1) refuse_stages(config, rule);
 }
 
 void refuse(const Config& config, const ModelFacts& model, const optim::Rule& rule, const Outcome& outcome) {

@@ -5,6 +5,7 @@
 
 #include "deeptide/config.h"
 #include "engine/design/model_facts.h"
+#include "engine/design/topology.h"
 #include "optim/rules/rule.h"
 
 namespace deeptide::engine {
@@ -13,12 +14,9 @@ namespace deeptide::engine {
 /// `rule`: null: nothing is trained.
 void refuse(const Config& config, const ModelFacts& model, const optim::Rule* rule);
 
-/// The same for units on axes of their own. Errors: likewise.
-void refuse_axes(const Config& config, const optim::Rule* rule);
-/// The same for a tensor axis. Errors: likewise.
-void refuse_tensor(const Config& config);
-/// The same for a stage of a pipeline. Errors: likewise.
-void refuse_stages(const Config& config, const optim::Rule* rule);
+/// The same for units on axes of their own, and stages of a pipeline. `steps_whole`: the
+/// caller's optimizer needs whole parameters. Errors: likewise.
+void refuse_axes(const Config& config, const Topology& topology, const optim::Rule* rule, bool steps_whole);
 
 /// The result of a design, before it may be built.
 struct Outcome {

@@ -9,7 +9,7 @@
 #include "engine/bind/agreement.h"
 #include "engine/engine_impl.h"
 #include "engine/model/pieces.h"
-#include "engine/model/slices.h"
+#include "sharding/tensor_slices.h"
 
 namespace deeptide {
 
@@ -83,7 +83,7 @@ Tensor Engine::Impl::whole_parameter(const Parameter& p, const Tensor& unit, int
   const auto slice = design.topology.slices.find(p.name);
   if (slice == design.topology.slices.end()) return p.view_of(unit, tensor);
   TORCH_CHECK_VALUE(tensor == 0, "'", p.name, "' is a slice of a parameter, and tied to a transposed one");
-  return engine::joined(slice->second, channels.tensor_team()->all_gather(p.view_of(unit), "checkpoint"));
+  return sharding::joined(slice->second, channels.tensor_team()->all_gather(p.view_of(unit), "checkpoint"));
 }
 
 void Engine::Impl::gather(const sharding::Unit& unit, const Tensor& whole, const Tensor& shard,

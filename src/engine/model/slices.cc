@@ -1,16 +1,15 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Counts in rows: one for each index of the dimensions before the slice's, so a slice along dimension 0 is one row.
+// Cuts a range of a slice into the part of a row, whole rows, and the part of another that it is.
 #include "engine/model/slices.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <functional>
 #include <numeric>
 
-#include "base/invariant.h"
+#include "sharding/tensor_slices.h"
 
 namespace deeptide::engine {
 
@@ -18,40 +17,13 @@ using at::Tensor;
 using checkpoint::Piece;
 using checkpoint::PieceData;
 using checkpoint::Region;
+using sharding::SliceRows;
+using Band = SliceRows::Band;
 
 namespace {
 
 int64_t product(at::IntArrayRef factors) {
   return std::accumulate(factors.begin(), factors.end(), int64_t{1}, std::multiplies<>());
-}
-
-/// One rank's part of one block, within a row. Units: elements.
-struct Band {
-  int64_t here = 0;   // where it begins in the slice's row
-  int64_t there = 0;  // and in the whole parameter's
-  int64_t width = 0;  // without padding
-};
-
-struct Rows {
-  int64_t here = 0, there = 0;  // lengths
-  std::vector<Band> bands;
-};
-
-Rows rows_of(const TensorSlice& slice, at::IntArrayRef local, int index, int ranks) {
-  const int64_t inner = product(local.slice(static_cast<size_t>(slice.dim) + 1));
-  Rows rows;
-  for (const int64_t block : slice.blocks) {
-    const int64_t part = (block + ranks - 1) / ranks;
-    const int64_t begin = std::min(block, index * part);
-    rows.bands.push_back({rows.here * inner, (rows.there + begin) * inner, std::min(part, block - begin) * inner});
-    rows.here += part;
-    rows.there += block;
-  }
-  DEEPTIDE_INVARIANT(rows.here == local[static_cast<size_t>(slice.dim)], "the slice of '", slice.name, "' has ",
-                     local[static_cast<size_t>(slice.dim)], " of ", rows.here, " elements");
-  rows.here *= inner;
-  rows.there *= inner;
-  return rows;
 }
 
 /// Moves between `block` and elements [begin, ...) of the data.
@@ -76,12 +48,12 @@ PieceData striped(const PieceData& data, Extent extent, int64_t begin, int64_t l
 /// The pieces of one slice's piece.
 class Placement {
  public:
-  Placement(const Piece& piece, const TensorSlice& slice, Rows rows, Extent extent)
+  Placement(const Piece& piece, const TensorSlice& slice, SliceRows rows, Extent extent)
       : piece_(piece),
         slice_(slice),
         rows_(std::move(rows)),
         extent_(extent),
-        shape_(whole_shape(slice, piece.shape)),
+        shape_(sharding::whole_shape(slice, piece.shape)),
         first_(piece.region.offsets[0]),
         last_(first_ + piece.region.sizes[0]) {}
 
@@ -161,7 +133,7 @@ class Placement {
 
   const Piece& piece_;
   const TensorSlice& slice_;
-  const Rows rows_;
+  const SliceRows rows_;
   const Extent extent_;
   const checkpoint::Shape shape_;
   const int64_t first_, last_;
@@ -169,12 +141,6 @@ class Placement {
 };
 
 }  // namespace
-
-checkpoint::Shape whole_shape(const TensorSlice& slice, at::IntArrayRef local) {
-  checkpoint::Shape shape = local.vec();
-  shape[static_cast<size_t>(slice.dim)] = std::accumulate(slice.blocks.begin(), slice.blocks.end(), int64_t{0});
-  return shape;
-}
 
 void place_slices(const Topology& topology, Extent extent, std::vector<Piece>& pieces) {
   if (topology.slices.empty()) return;
@@ -187,7 +153,7 @@ void place_slices(const Topology& topology, Extent extent, std::vector<Piece>& p
       continue;
     }
     const TensorSlice& slice = found->second;
-    Rows rows = rows_of(slice, piece.shape, team.index(), team.size());
+    SliceRows rows = sharding::rows_of(slice, piece.shape, team.index(), team.size());
     for (Piece& part : Placement(piece, slice, std::move(rows), extent).run()) placed.push_back(std::move(part));
   }
   pieces = std::move(placed);
@@ -198,36 +164,6 @@ std::vector<Piece> whole_pieces(const Topology& topology, const BoundModel& mode
   std::vector<Piece> pieces = live_pieces(model, optimizer, moments, extent);
   place_slices(topology, extent, pieces);
   return pieces;
-}
-
-Tensor joined(const TensorSlice& slice, const Tensor& slices) {
-  const auto ranks = static_cast<int>(slices.size(0));
-  const at::IntArrayRef local = slices.sizes().slice(1);
-  Tensor whole = at::empty(whole_shape(slice, local), slices.options());
-  const int64_t inner = product(local.slice(static_cast<size_t>(slice.dim) + 1));
-  for (int rank = 0; rank < ranks; ++rank) {
-    for (const Band& band : rows_of(slice, local, rank, ranks).bands) {
-      if (band.width == 0) continue;
-      whole.narrow(slice.dim, band.there / inner, band.width / inner)
-          .copy_(slices[rank].narrow(slice.dim, band.here / inner, band.width / inner));
-    }
-  }
-  return whole;
-}
-
-Tensor cut(const TensorSlice& slice, const Tensor& whole, int ranks, int index) {
-  std::vector<int64_t> local = whole.sizes().vec();
-  int64_t& features = local[static_cast<size_t>(slice.dim)];
-  features = 0;
-  for (const int64_t block : slice.blocks) features += (block + ranks - 1) / ranks;
-  Tensor part = at::zeros(local, whole.options());
-  const int64_t inner = product(at::IntArrayRef(local).slice(static_cast<size_t>(slice.dim) + 1));
-  for (const Band& band : rows_of(slice, local, index, ranks).bands) {
-    if (band.width == 0) continue;
-    part.narrow(slice.dim, band.here / inner, band.width / inner)
-        .copy_(whole.narrow(slice.dim, band.there / inner, band.width / inner));
-  }
-  return part;
 }
 
 }  // namespace deeptide::engine

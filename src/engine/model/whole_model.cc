@@ -12,8 +12,8 @@
 #include <tuple>
 
 #include "engine/engine_impl.h"
-#include "engine/model/slices.h"
 #include "engine/step/across_stages.h"
+#include "sharding/tensor_slices.h"
 
 namespace deeptide {
 
@@ -65,7 +65,7 @@ std::vector<Listed> Engine::Impl::listed(const sharding::Unit& unit, const engin
     for (const auto& [name, tensor] : names.of(p)) {
       const at::IntArrayRef shape = p.tensors[static_cast<size_t>(tensor)].sizes();
       const bool is_cut = slice != design.topology.slices.end();
-      found.push_back({name, unit.layout().dtype, is_cut ? engine::whole_shape(slice->second, shape) : shape.vec()});
+      found.push_back({name, unit.layout().dtype, is_cut ? sharding::whole_shape(slice->second, shape) : shape.vec()});
     }
   }
   return found;

@@ -64,7 +64,7 @@ bool Preemption::is_asked() {
   if (g_signal != 0 && !asked_) {
     asked_ = true;
     asked_at_ = steady_clock::now();
-    log(LogLevel::warning, "rank " + std::to_string(channels_.world().rank) + " got signal " +
+    log(LogLevel::warning, channels_.mesh().name(channels_.world().rank) + " got signal " +
                                std::to_string(static_cast<int>(g_signal)) + ": all ranks save to " +
                                config_.preempt_folder + " and end");
     look();  // at once: this rank may be about to wait for one that evaluates

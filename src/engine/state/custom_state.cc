@@ -4,10 +4,14 @@
 #include "engine/state/custom_state.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <iterator>
 #include <map>
 #include <string_view>
+
+#include "engine/model/slices.h"
 
 namespace deeptide::engine {
 
@@ -25,31 +29,36 @@ constexpr std::string_view kWhole = ":whole";  // ends the role of a state that 
 
 }  // namespace
 
-std::vector<Piece> custom_pieces(const zero::CustomSteps& custom) {
-  std::vector<Piece> pieces;
+std::vector<Piece> custom_pieces(const Topology& topology, const zero::CustomSteps& custom) {
+  std::vector<Piece> pieces, values;  // per element, and one per parameter
   for (size_t i = 0; i < custom.parts().size(); ++i) {
     const Part& part = custom.parts()[i];
     const Parameter& p = custom.parameter(part);
     const auto [first, last] = p.unit->owned_range(p);
     const int64_t begin = std::max(part.begin, first), end = std::min(part.end, last);
     if (begin >= end) continue;
+    const auto& team = p.unit->cut_over();
+    const bool saves_values = begin == p.offset && (!team || team->index() == 0);  // slices have equal ones
     for (const PartState& state : custom.optimizer().state(i)) {
       const Tensor flat = state.value.detach().reshape({-1});
       if (state.per_element) {
         pieces.push_back({p.name, Role::moment(state.name), p.tensors.front().sizes().vec(),
                           Region::range(begin - p.offset, end - p.offset),
                           flat.narrow(0, begin - part.begin, end - begin)});
-      } else if (begin == p.offset) {
-        pieces.push_back({p.name, Role::moment(state.name + std::string(kWhole)), state.value.sizes().vec(),
+      } else if (saves_values) {
+        values.push_back({p.name, Role::moment(state.name + std::string(kWhole)), state.value.sizes().vec(),
                           Region::range(0, flat.numel()), flat});
       }
     }
   }
+  place_slices(topology, Extent::owned, pieces);
+  std::move(values.begin(), values.end(), std::back_inserter(pieces));
   return pieces;
 }
 
-CustomLoad::CustomLoad(const Reader& reader, zero::CustomSteps& custom)
+CustomLoad::CustomLoad(const Topology& topology, const Reader& reader, zero::CustomSteps& custom)
     : custom_(&custom), states_(custom.parts().size()) {
+  std::vector<Piece> elements;
   std::multimap<std::string, size_t> parts;
   for (size_t i = 0; i < custom.parts().size(); ++i) parts.emplace(custom.parameter(custom.parts()[i]).name, i);
   for (const Piece& saved : reader.table()) {
@@ -61,14 +70,19 @@ CustomLoad::CustomLoad(const Reader& reader, zero::CustomSteps& custom)
       wanted_.push_back({saved.name, saved.role, saved.shape, Region(), at::empty({0}, saved.data.dtype())});
     for (auto found = first; found != last; ++found) {
       const Part& part = custom.parts()[found->second];
-      const int64_t begin = part.begin - custom.parameter(part).offset;
+      const Parameter& p = custom.parameter(part);
+      const int64_t begin = part.begin - p.offset;
       const Region region = per_element ? Region::range(begin, begin + part.end - part.begin) : saved.region;
-      const Tensor value = at::empty({region.numel()}, saved.data.dtype());
-      wanted_.push_back({saved.name, saved.role, saved.shape, region, value});
+      const Tensor value = at::zeros({region.numel()}, saved.data.dtype());  // padding of slices stays so
+      const bool is_cut = per_element && p.slice;
+      const auto shape = is_cut ? p.tensors.front().sizes().vec() : saved.shape;
+      (is_cut ? elements : wanted_).push_back({saved.name, saved.role, shape, region, value});
       const std::string name = per_element ? role : role.substr(0, role.size() - kWhole.size());
       states_[found->second].push_back({name, per_element ? value : value.view(saved.shape), per_element});
     }
   }
+  place_slices(topology, Extent::held, elements);
+  std::move(elements.begin(), elements.end(), std::back_inserter(wanted_));
 }
 
 void CustomLoad::apply() {

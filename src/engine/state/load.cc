@@ -426,7 +426,7 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
     if (moments && differences.empty()) optimizer->states().keep(saved.hyperparameters);
     wanted = engine::whole_pieces(design.topology, model, optimizer.get(), moments, engine::Extent::held);
     if (moments && differences.empty()) fresh = take_fresh_states(*reader, *design.rule, model, saved, wanted);
-    if (moments && optimizer->custom()) custom_states = {*reader, *optimizer->custom()};
+    if (moments && optimizer->custom()) custom_states = {design.topology, *reader, *optimizer->custom()};
     wanted.insert(wanted.end(), custom_states.wanted().begin(), custom_states.wanted().end());
     const SavedRoles roles(*reader, engine::buffer_coordinates_of(channels.mesh(), channels.world().rank));
     absent = request(*reader, roles, options.strict, loose, wanted, staged);

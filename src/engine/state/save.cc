@@ -154,7 +154,8 @@ checkpoint::Snapshot Engine::Impl::take_snapshot(engine::LooseTensors& loose, bo
       engine::whole_pieces(design.topology, model, optimizer.get(), /*moments=*/true, engine::Extent::owned)};
   if (optimizer && optimizer->custom()) {
     boundary->together("collecting the optimizer's states", [&] {
-      for (auto& piece : engine::custom_pieces(*optimizer->custom())) snapshot.pieces.push_back(std::move(piece));
+      for (auto& piece : engine::custom_pieces(design.topology, *optimizer->custom()))
+        snapshot.pieces.push_back(std::move(piece));
     });
   }
   for (auto& piece : engine::rounding_error_pieces(model, rounding_errors(), coordinates)) {

@@ -121,8 +121,8 @@ void Boundary::check_calls(const std::vector<Close>& closes) const {
     // A rank that evaluates calls preempt() while others wait for it in a step.
     const auto may_meet = [](Call call) { return call == Call::step || call == Call::preempt; };
     if (closes[i].call == leader.call || follows || (may_meet(closes[i].call) && may_meet(leader.call))) continue;
-    throw CommError("the ranks called different methods: rank " + std::to_string(ranks[&leader - closes.data()]) +
-                    " called " + call_name(leader.call) + ", rank " + std::to_string(ranks[i]) + " called " +
+    throw CommError("the ranks called different methods: " + channels_.mesh().name(ranks[&leader - closes.data()]) +
+                    " called " + call_name(leader.call) + ", " + channels_.mesh().name(ranks[i]) + " called " +
                     call_name(closes[i].call) +
                     ". Every rank must call the collective methods in the same order; ranks that run out of data call "
                     "join().");
@@ -133,8 +133,8 @@ void Boundary::check_failures(const std::vector<Close>& closes, const std::excep
   if (own) std::rethrow_exception(own);
   for (size_t i = 0; i < closes.size(); ++i) {
     if (!closes[i].failed) continue;
-    throw std::runtime_error(std::string(call_name(closes[i].call)) + " failed on rank " +
-                             std::to_string(channels_.data().ranks()[i]) +
+    throw std::runtime_error(std::string(call_name(closes[i].call)) + " failed on " +
+                             channels_.mesh().name(channels_.data().ranks()[i]) +
                              " before it began; see its error. Nothing was changed on this rank");
   }
 }
@@ -169,7 +169,7 @@ void Boundary::vote(const char* what, const std::string& failure) {
   if (!failure.empty()) throw CheckpointError(failure);
   for (size_t i = 0; i < votes.size(); ++i) {
     if (!votes[i].failed) continue;
-    throw CheckpointError(std::string(what) + " failed on rank " + std::to_string(channels_.data().ranks()[i]) +
+    throw CheckpointError(std::string(what) + " failed on " + channels_.mesh().name(channels_.data().ranks()[i]) +
                           "; see its error");
   }
 }

@@ -74,10 +74,11 @@ void KeptGradients::gather(int unit) {
   const Tensor own = whole.narrow(0, u.shard_begin(), sum.numel());
   own.copy_(loss_scale_ == 1.0 ? sum : sum.div(loss_scale_));
   if (own.numel() == whole.numel()) return;
-  const int64_t before = channels_.gathers().sent_bytes();
-  auto pending = channels_.gathers().all_gather(whole, own);
-  sent_bytes_ += channels_.gathers().sent_bytes() - before;
-  channels_.gathers().wait(pending, {"backward", "gathering gradients of unit '" + u.layout().name + "' for .grad"});
+  comm::Group& gathers = channels_.of(u.shard_over(), Channels::Purpose::gathers);
+  const int64_t before = gathers.sent_bytes();
+  auto pending = gathers.all_gather(whole, own);
+  sent_bytes_ += gathers.sent_bytes() - before;
+  gathers.wait(pending, {"backward", "gathering gradients of unit '" + u.layout().name + "' for .grad"});
 }
 
 /// The parameter's elements in this object's copy.
@@ -129,23 +130,35 @@ void KeptGradients::agree(Boundary& boundary) {
     const size_t at = i % own.size();
     if (at == 0) {
       all_show = all_show && all[i] != 0;
-    } else if (all[i] != all[at]) {
-      refuse(all_[at - 1], all[at], all[i], i / own.size());
+      continue;
     }
+    const Kept& kept = all_[at - 1];
+    const size_t rank = i / own.size(), like = rank_alike(kept, rank);
+    const Change first = all[like * own.size() + at];
+    const bool differs = all[i] != first || (all[i] == kDropped) != (all[at] == kDropped);
+    if (differs) refuse(kept, all[i] != first ? std::pair(first, like) : std::pair(all[at], size_t{0}), {all[i], rank});
   }
   for (Kept& kept : all_) kept.change = kUntouched;
   if (!all_show) take_back();
 }
 
-void KeptGradients::refuse(const Kept& kept, Change first, Change other, size_t index) const {
+/// The first rank that has the same elements of a parameter as this one. Ranks are the data team's. Slices change to
+/// other values than their neighbours', which are the team's first ranks.
+size_t KeptGradients::rank_alike(const Kept& kept, size_t rank) const {
+  const auto& slices = units_[kept.unit]->cut_over();
+  return slices ? rank % static_cast<size_t>(slices->size()) : 0;
+}
+
+void KeptGradients::refuse(const Kept& kept, std::pair<Change, size_t> first, std::pair<Change, size_t> other) const {
   const auto text = [](Change change) {
     if (change == kUntouched) return "left alone";
     return change == kDropped ? "set to None" : "changed";
   };
   const auto& ranks = channels_.data().ranks();
-  const bool both = first > kDropped && other > kDropped;
-  TORCH_CHECK_VALUE(false, "the .grad of parameter '", parameter(kept).name, "' was ", text(first), " on rank ",
-                    ranks.front(), " and ", text(other), " on rank ", ranks[index], both ? ", to other values" : "",
+  const bool both = first.first > kDropped && other.first > kDropped;
+  TORCH_CHECK_VALUE(false, "the .grad of parameter '", parameter(kept).name, "' was ", text(first.first), " on rank ",
+                    ranks[first.second], " and ", text(other.first), " on rank ", ranks[other.second],
+                    both ? ", to other values" : "",
                     ". Change gradients alike on every rank, or on none; a rank that has joined changes none");
 }
 

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "device/memory/memory.h"
@@ -66,7 +67,8 @@ class KeptGradients {
   }
   void gather(int unit);
   void set(Kept& kept);
-  [[noreturn]] void refuse(const Kept& kept, Change first, Change other, size_t index) const;
+  size_t rank_alike(const Kept& kept, size_t rank) const;
+  [[noreturn]] void refuse(const Kept& kept, std::pair<Change, size_t> first, std::pair<Change, size_t> other) const;
   at::Tensor flat(const Kept& kept) const;
   Change look(const Kept& kept) const;
   void absorb_one(Kept& kept, Change change);

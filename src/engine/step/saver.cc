@@ -163,7 +163,7 @@ void Saver::fail(const std::string& error) {
                                                      {"checkpoint", "telling why the save beside training failed"});
   for (size_t rank = 0; rank * kErrorBytes < all.size() && result.error.empty(); ++rank) {
     const std::string text(all.data() + rank * kErrorBytes);
-    if (!text.empty()) result.error = fmt::format("rank {}: {}", rank, text);
+    if (!text.empty()) result.error = fmt::format("{}: {}", channels_.mesh().name(static_cast<int>(rank)), text);
   }
   if (channels_.is_first() || config_.node_local) checkpoint::abandon(target);
   if (channels_.is_first()) {

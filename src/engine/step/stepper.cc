@@ -238,7 +238,7 @@ std::optional<StepOutcome> Stepper::step(bool joined) {
     outcome = apply(verdicts);
     const int64_t sent = bytes_sent_for_steps();
     outcome.sent_bytes = sent - std::exchange(sent_bytes_, sent);
-    outcome.preempted = parts_.preemption.is_agreed();
+    outcome.preempted = agrees_to_go();
     parts_.saver.meet_stages();
   } else {
     outcome = accumulating();
@@ -255,6 +255,17 @@ std::optional<StepOutcome> Stepper::step(bool joined) {
   if (!drifted_.empty()) throw DriftError(std::exchange(drifted_, {}));
   if (!too_many_skipped_.empty()) throw NonFiniteError(std::exchange(too_many_skipped_, {}));
   return outcome;
+}
+
+/// Whether a rank of any stage was asked to go: the ranks of one stage know it of each other.
+bool Stepper::agrees_to_go() {
+  Preemption& preemption = parts_.preemption;
+  Stages* const stages = parts_.channels.stages();
+  const bool asks = stages != nullptr && preemption.is_on();
+  if (asks && any_stage(*stages, preemption.is_agreed(), "asking the other stages whether a rank has to go")) {
+    preemption.agree();
+  }
+  return preemption.is_agreed();
 }
 
 /// Not what `arrivals` leaves to the channel of gathers: when that starts depends on time.
@@ -372,10 +383,12 @@ void Stepper::skip(StepOutcome& outcome, const std::vector<Verdict>& verdicts) {
   const bool fp16 = parts_.config.precision().scales_loss();  // overflows are part of its life, and worth a line each
   if (fp16 && parts_.channels.is_first()) {
     log(LogLevel::info,
-        fmt::format(
-            "step {} skipped: {}{}", outcome.step, outcome.reason,
-            outcome.parameter.empty() ? "" : fmt::format(" (in '{}', rank {})", outcome.parameter, outcome.rank)));
+        fmt::format("step {} skipped: {}{}", outcome.step, outcome.reason,
+                    outcome.parameter.empty()
+                        ? ""
+                        : fmt::format(" (in '{}', {})", outcome.parameter, parts_.channels.mesh().name(outcome.rank))));
   }
+  if (outcome.rank >= 0) outcome.place = parts_.channels.mesh().place(outcome.rank);
   act_on_row(outcome);
 }
 
@@ -436,7 +449,7 @@ std::string Stepper::row_text(const StepOutcome& outcome) const {
   std::string text = fmt::format("step {}: {} steps in a row were skipped: non-finite gradient", outcome.step,
                                  parts_.progress.skipped_in_a_row);
   if (!outcome.parameter.empty()) text += fmt::format(" in '{}'", outcome.parameter);
-  if (outcome.rank >= 0) text += fmt::format(" of rank {}, in {}", outcome.rank, outcome.phase);
+  if (outcome.rank >= 0) text += fmt::format(" of {}, in {}", parts_.channels.mesh().name(outcome.rank), outcome.phase);
   return text;
 }
 

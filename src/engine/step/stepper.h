@@ -96,6 +96,7 @@ class Stepper {
   double mean_loss() const;
   void check_first_loss();
   StepOutcome accumulating() const;
+  bool agrees_to_go();
   StepOutcome step_aside(const std::vector<comm::Close>& closes);
   StepOutcome apply(const std::vector<comm::Verdict>& verdicts);
   void skip(StepOutcome& outcome, const std::vector<comm::Verdict>& verdicts);

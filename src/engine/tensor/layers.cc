@@ -10,9 +10,9 @@
 #include <utility>
 
 #include "deeptide/tensor_layers.h"
-#include "engine/model/slices.h"
 #include "engine/tensor/entry.h"
 #include "engine/tensor/with_backward.h"
+#include "sharding/tensor_slices.h"
 
 namespace deeptide {
 
@@ -46,7 +46,7 @@ Tensor SharedLayer::cut(const char* name, const Tensor& whole, int64_t dim, std:
   const Tensor values = whole.detach().clone();
   team_->broadcast(values, "start");
   slices_.push_back({.name = name, .dim = dim, .blocks = std::move(blocks)});
-  return engine::cut(slices_.back(), values, team_->size(), team_->index());
+  return sharding::cut(slices_.back(), values, team_->size(), team_->index());
 }
 
 std::vector<TensorSlice> tensor_slices(const torch::nn::Module& model) {
@@ -77,9 +77,9 @@ Tensor ColumnParallelLinearImpl::project(const Tensor& entered) {
   if (!options_.gather_output) return output;
   const TensorSlice slice = features_of(output, options_.blocks);
   return with_backward(
-      output, [&](const Tensor& own) { return engine::joined(slice, team_->all_gather(own, "forward")); },
+      output, [&](const Tensor& own) { return sharding::joined(slice, team_->all_gather(own, "forward")); },
       [slice, team = team_](const Tensor& gradient) {
-        return engine::cut(slice, gradient, team->size(), team->index());
+        return sharding::cut(slice, gradient, team->size(), team->index());
       });
 }
 
@@ -103,9 +103,9 @@ Tensor RowParallelLinearImpl::forward(const Tensor& x) {
 Tensor RowParallelLinearImpl::own_features(const Tensor& x) const {
   const TensorSlice slice = features_of(x, options_.blocks);
   return with_backward(
-      x, [&](const Tensor& whole) { return engine::cut(slice, whole, team_->size(), team_->index()); },
+      x, [&](const Tensor& whole) { return sharding::cut(slice, whole, team_->size(), team_->index()); },
       [slice, team = team_](const Tensor& gradient) {
-        return engine::joined(slice, team->all_gather(gradient, "backward"));
+        return sharding::joined(slice, team->all_gather(gradient, "backward"));
       });
 }
 

@@ -5,9 +5,12 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <functional>
 #include <map>
+#include <numeric>
 
 #include "base/text.h"
+#include "world/mesh.h"
 
 namespace deeptide::launch {
 namespace {
@@ -167,11 +170,19 @@ std::string since_text(const RankGroup& group) {
   return text;
 }
 
+/// " (pipeline 1, data 0)"; empty where data is the only axis.
+std::string coordinates_of(const RankState& state) {
+  if (state.mesh.front() == 0) return "";
+  const int ranks = std::accumulate(state.mesh.begin(), state.mesh.end(), 1, std::multiplies<>());
+  return world::Mesh(ranks, state.mesh).place(state.rank);
+}
+
 std::string line_of(const RankGroup& group) {
   std::vector<int> ranks;
   for (const RankState* state : group.members) ranks.push_back(state->rank);
   const Verbs& verbs = ranks.size() == 1 ? kOne : kMany;
-  return ranks_text(ranks) + hosts_text(group) + " " + text_of(*group.members.front(), group.held_up, verbs) +
+  const std::string place = ranks.size() == 1 ? coordinates_of(*group.members.front()) : "";
+  return ranks_text(ranks) + place + hosts_text(group) + " " + text_of(*group.members.front(), group.held_up, verbs) +
          since_text(group) + "\n";
 }
 
@@ -227,8 +238,9 @@ std::string hang_report(const std::vector<RankState>& states, bool complete) {
     report += line_of(groups[i]);
     for (const RankState* state : groups[i].members) {
       if (state->stacks.empty()) continue;
-      report += "  rank " + std::to_string(state->rank) + ", process " + std::to_string(state->pid) +
-                (state->host.empty() ? "" : " on " + state->host) + ":\n" + indented(state->stacks);
+      report += "  rank " + std::to_string(state->rank) + coordinates_of(*state) + ", process " +
+                std::to_string(state->pid) + (state->host.empty() ? "" : " on " + state->host) + ":\n" +
+                indented(state->stacks);
     }
   }
   if (groups.size() > kMaxLines) report += "and " + std::to_string(groups.size() - kMaxLines) + " more groups\n";

@@ -5,6 +5,7 @@
 
 #include <sys/types.h>
 
+#include <array>
 #include <cstdint>
 #include <map>
 #include <optional>
@@ -45,6 +46,7 @@ struct RankState {
   std::optional<CollectiveState> waiting;       // the collective with the longest wait
   std::map<std::string, Issued> newest;         // by channel: the last one issued
   double silent_s = 0.0;                        // since it last issued or completed a collective, or entered a module
+  std::array<int, 5> mesh{};                    // sizes of the job's axes, as world::Mesh has them; 0: not known
   std::optional<LinkState> slow_link;           // of the job, as its ranks agreed in their last step
   std::string stacks;                           // empty: not requested
   std::optional<trace::FlightFacts> last_step;  // only if requested, and known

@@ -73,6 +73,7 @@ void to_json(json& to, const Place& place) {
   to = {{"ranks", place.ranks},   {"process", state.process}, {"step", state.step},      {"phase", state.phase},
         {"module", state.module}, {"newest", state.newest},   {"silent", state.silent_s}};
   if (state.waiting) to["waiting"] = *state.waiting;
+  if (state.mesh.front() != 0) to["mesh"] = state.mesh;
   if (state.slow_link) to["slow_link"] = *state.slow_link;
   if (!state.stacks.empty()) to["stacks"] = state.stacks;
   if (state.last_step) to["last_step"] = facts_json(*state.last_step);
@@ -90,6 +91,7 @@ void from_json(const json& from, Place& place) {
   state.newest = from.at("newest").get<std::map<std::string, Issued>>();
   state.silent_s = from.at("silent");
   if (from.contains("waiting")) state.waiting = from.at("waiting").get<CollectiveState>();
+  state.mesh = from.value("mesh", state.mesh);
   if (from.contains("slow_link")) state.slow_link = from.at("slow_link").get<LinkState>();
   state.stacks = from.value("stacks", "");
   state.pid = from.value("pid", 0);

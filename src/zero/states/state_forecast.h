@@ -59,6 +59,7 @@ struct UnitForecast {
   int64_t whole_numel = 0;  // of all ranks
   at::ScalarType dtype = at::kFloat;
   std::set<int> groups;     // that its parameters are in
+  int cut_over = 1;         // the size of Unit::cut_over
   bool off_device = false;  // as lies_off_device
 };
 /// A state to be placed. Units: elements.

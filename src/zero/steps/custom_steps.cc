@@ -18,12 +18,15 @@ CustomSteps::CustomSteps(const OptimizerStates& states, CustomOptimizer& optimiz
                          const std::shared_ptr<device::Ledger>& ledger)
     : states_(states), optimizer_(optimizer) {
   const std::string why_whole = optimizer.needs_whole();
-  bool has_all = true;
-  for (int u = 0; u < states.num_units(); ++u) has_all = has_all && states.master(u).numel() == states.unit(u).numel();
+  bool has_all = true, alone = true;
+  for (int u = 0; u < states.num_units(); ++u) {
+    const Unit& unit = states.unit(u);
+    has_all = has_all && states.master(u).numel() == unit.numel() && !unit.cut_over();
+    alone = alone && unit.shard_over().size() == 1;
+  }
   TORCH_CHECK_VALUE(why_whole.empty() || has_all, optimizer.info().name,
                     " cannot step shards of parameters: ", why_whole,
                     ". Use ZeRO stage 0, or an optimizer that steps each element by itself");
-  const bool alone = states.num_units() == 0 || states.unit(0).shard_over().size() == 1;
   whole_ = alone || !why_whole.empty();
   std::vector<ParameterPart> handed;
   for (int u = 0; u < states.num_units(); ++u) {

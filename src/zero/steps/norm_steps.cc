@@ -12,11 +12,12 @@ using tiers::Access;
 using tiers::Block;
 
 NormSteps::NormSteps(const StepTools& tools)
-    : tools_(tools), rule_(*tools.rule().norms()), norms_(tools.states.units(), tools.group().size()) {}
+    : tools_(tools), rule_(*tools.rule().norms()), norms_(tools.states.units(), tools.group().team()) {}
 
 void NormSteps::measure(const UnitPass& pass, const Run& run) {
-  const int64_t shard = tools_.states.unit(pass.unit).layout().shard;
-  for (int slice = 0; slice < tools_.group().size(); ++slice) {
+  const sharding::Unit& unit = tools_.states.unit(pass.unit);
+  const int64_t shard = unit.layout().shard;
+  for (int slice = 0; slice < unit.shard_over().size(); ++slice) {
     const int64_t begin = std::max(run.begin, slice * shard), end = std::min(run.end, (slice + 1) * shard);
     const Block range = begin < end ? tools_.states.own_part(pass.unit, begin, end) : Block();
     if (range.count == 0) continue;
@@ -31,7 +32,10 @@ void NormSteps::measure(const UnitPass& pass, const Run& run) {
 
 void NormSteps::exchange(const std::vector<std::vector<Run>>& runs, const std::vector<Hyperparameters>& groups) {
   norms_.settle();
-  if (tools_.policy.shard_optimizer && tools_.group().size() > 1) norms_.exchange(tools_.group(), tools_.device);
+  const auto& units = tools_.states.units();
+  const bool are_cut = std::any_of(units.begin(), units.end(), [](const auto* unit) { return unit->cut_over(); });
+  const bool has_parts = tools_.policy.shard_optimizer || are_cut;
+  if (has_parts && tools_.group().size() > 1) norms_.exchange(tools_.group(), tools_.device);
   for (int i = 0; i < tools_.states.num_units(); ++i) {
     std::vector<double>& ratios = ratios_.emplace_back();
     for (const Run& run : runs[i]) {

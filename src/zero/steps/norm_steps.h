@@ -18,7 +18,7 @@ class NormSteps {
 
   /// First pass: moves the states of one parameter and notes its squares, slice by slice.
   void measure(const UnitPass& pass, const Run& run);
-  /// Collective where ranks have shards: makes ratios of all squares. `runs`: by unit.
+  /// Collective where ranks have parts: makes ratios of all squares. `runs`: by unit.
   void exchange(const std::vector<std::vector<Run>>& runs, const std::vector<Hyperparameters>& groups);
   /// Second pass: moves the masters by the ratios. `runs`: of the unit, as for `exchange`.
   void apply(const UnitPass& pass, const std::vector<Run>& runs) const;

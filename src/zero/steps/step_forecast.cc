@@ -56,6 +56,10 @@ class ForecastStep {
       const int64_t whole = pool_.take(unit.whole_numel * kDirectionBytes);
       pool_.put(std::exchange(taken, whole));
     }
+    if (unit.cut_over > 1) {
+      const int64_t slices = pool_.take(unit.cut_over * unit.whole_numel * kDirectionBytes);
+      pool_.put(std::exchange(taken, slices));
+    }
     pool_.put(taken);
   }
 

@@ -6,29 +6,39 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
+#include <numeric>
+
 #include "comm/device_read.h"
 
 namespace deeptide::zero {
 
 using at::Tensor;
 
-ParameterNorms::ParameterNorms(const std::vector<sharding::Unit*>& units, int num_slices) : num_slices_(num_slices) {
+/// Slices along the tensor axis are of one parameter: all ranks have parts of it.
+ParameterNorms::ParameterNorms(const std::vector<sharding::Unit*>& units, const comm::Team& all) {
+  std::vector<int64_t> every(static_cast<size_t>(all.size()));
+  std::iota(every.begin(), every.end(), 0);
   for (const sharding::Unit* unit : units) {
+    std::vector<int64_t>& owners = owners_.emplace_back();
+    for (const int rank : unit->shard_over().ranks())
+      owners.push_back(world::number(all.index_of(world::WorldRank(rank))));
+    counted_.push_back(unit->cut_over() ? every : owners);
     first_.push_back(num_parameters_);
     num_parameters_ += static_cast<int64_t>(unit->parameters().size());
   }
-  squares_ = at::zeros({num_slices_, num_parameters_, 2}, at::kDouble);
+  squares_ = at::zeros({all.size(), num_parameters_, 2}, at::kDouble);
 }
 
 optim::NormSums& ParameterNorms::sums(int slice, int unit, int parameter, int64_t numel) {
-  return open_.try_emplace({slice, unit, parameter}, numel).first->second;
+  const auto owner = static_cast<int>(owners_[unit][slice]);
+  return open_.try_emplace({owner, unit, parameter}, numel).first->second;
 }
 
 void ParameterNorms::settle() {
   for (const auto& [key, sums] : open_) {
-    const auto [slice, unit, parameter] = key;
+    const auto [rank, unit, parameter] = key;
     const optim::NormSquares squares = sums.totals();
-    double* place = squares_.mutable_data_ptr<double>() + 2 * (slice * num_parameters_ + first_[unit] + parameter);
+    double* place = squares_.mutable_data_ptr<double>() + 2 * (rank * num_parameters_ + first_[unit] + parameter);
     place[0] = squares.param;
     place[1] = squares.update;
   }
@@ -46,9 +56,9 @@ void ParameterNorms::exchange(comm::Group& group, at::Device device) {
 optim::NormSquares ParameterNorms::whole(int unit, int parameter) const {
   optim::NormSquares total;
   const double* squares = squares_.const_data_ptr<double>() + 2 * (first_[unit] + parameter);
-  for (int64_t slice = 0; slice < num_slices_; ++slice) {
-    total.param += squares[2 * slice * num_parameters_];
-    total.update += squares[2 * slice * num_parameters_ + 1];
+  for (const int64_t rank : counted_[unit]) {
+    total.param += squares[2 * rank * num_parameters_];
+    total.update += squares[2 * rank * num_parameters_ + 1];
   }
   return total;
 }

@@ -48,6 +48,19 @@ TEST(HangReport, PutsTheLateRankFirstAndMergesTheOthers) {
             "ranks 0-4, 6, 7 waiting for reduce-scatter 314 of h.11 (3.0 MiB), in backward at step 7, for 12.5 s\n");
 }
 
+TEST(HangReport, NamesTheCoordinatesOfARankAlone) {
+  std::vector<RankState> states;
+  for (int rank = 0; rank < 8; ++rank) {
+    states.push_back(rank_at(rank, rank == 5 ? 310 : 314, rank != 5));
+    states.back().mesh = {2, 2, 1, 1, 2};
+  }
+  states[5].stacks = "in forget_to_train";
+  const std::string report = hang_report(decode<StateAnswer>(encode(StateAnswer{1, states})).states);
+  EXPECT_TRUE(report.starts_with("rank 5 (pipeline 1, data 0, tensor 1) is in backward")) << report;
+  EXPECT_TRUE(has(report, "  rank 5 (pipeline 1, data 0, tensor 1), process 1005:")) << report;
+  EXPECT_TRUE(has(report, "\nranks 0-4, 6, 7 waiting for ")) << report;
+}
+
 TEST(HangReport, TellsALateRankThatWaitsElsewhere) {
   std::vector<RankState> states{rank_at(0, 314, true), rank_at(1, 310, false)};
   states[1].waiting = CollectiveState{"all-gather", "gathers", "backward", "h.3", "h.3.w", 7, 4096, 90, 3.0};

@@ -220,7 +220,7 @@ def meets_an_error(world):
 
 def test_a_stage_hears_of_another_ones_error():
     texts = run_ranks(2, meets_an_error)
-    assert "rank 1 raised ZeroDivisionError in train_batch: the layer's own" in texts[0]
+    assert "rank 1 (pipeline 1, data 0) raised ZeroDivisionError in train_batch: the layer's own" in texts[0]
 
 
 @pytest.mark.parametrize(

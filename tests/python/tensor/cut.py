@@ -49,8 +49,11 @@ def steps(engine, count, gas=1, begin=0):
     return losses, norms
 
 
-def start(world, settings, kind=models.TinyModel, seed=0):
-    return deeptide.initialize(model=models.make_model(seed=seed, kind=kind), config=settings, world=world)[0]
+def start(world, settings, kind=models.TinyModel, seed=0, make=None):
+    """`make`: an optimizer of parameters, in the place of the configuration's."""
+    model = models.make_model(seed=seed, kind=kind)
+    optimizer = make(model.parameters()) if make else None
+    return deeptide.initialize(model=model, optimizer=optimizer, config=settings, world=world)[0]
 
 
 def train(world, settings, gas=1):

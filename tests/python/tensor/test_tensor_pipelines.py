@@ -16,6 +16,7 @@ import torch.distributed as dist
 from conftest import run_processes, run_ranks
 
 import deeptide
+from deeptide.as_deepspeed.pipe.topology import PipeModelDataParallelTopology, ProcessTopology
 from deeptide.pipeline import LayerSpec, PipelineModule
 from deeptide.tensor import make_team
 from deeptide.tensor.layers import as_column, as_row
@@ -224,9 +225,10 @@ def layers(team, shared):
     return [LayerSpec(stages.Embedding), *middle, LayerSpec(stages.Head)]
 
 
-def train_layers(world, stage, shared, on_model, num_stages=2):
+def train_layers(world, stage, shared, on_model, num_stages=2, topology=None):
     team = make_team(2, world, 60.0, num_stages)
-    model = PipelineModule(layers(team, shared), num_stages=2, loss_fn=stages.loss_of, world=world)
+    place = {"num_stages": 2} if topology is None else {"topology": topology}
+    model = PipelineModule(layers(team, shared), **place, loss_fn=stages.loss_of, world=world)
     if on_model:
         model.tensor_team = team
     engine = deeptide.initialize(model=model, config=stages.config(stage, 3), world=world)[0]
@@ -243,6 +245,22 @@ def test_a_pipeline_module_has_shared_layers_of_its_own(stage, shared):
     for losses, norms in found:
         cut.near(losses, whole[0][0], 1e-5, "losses")
         cut.near(norms, whole[0][1], 1e-4, "norms")
+
+
+def test_a_topology_may_have_a_model_axis():
+    given = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)
+    expected = run_ranks(4, train_layers, 1, range(6), False)
+    assert run_ranks(4, train_layers, 1, range(6), False, 2, given) == expected
+    assert (
+        "expected pipe, then data, then model"
+        in run_ranks(4, refused_layers, 1, range(6), False, 2, ProcessTopology(axes=["model", "pipe"], dims=[2, 2]))[0]
+    )
+    assert (
+        "its axis model has 4 ranks, and 2 share"
+        in run_ranks(
+            8, refused_layers, 1, range(6), False, 2, (PipeModelDataParallelTopology(num_pp=2, num_mp=4, num_dp=1))
+        )[0]
+    )
 
 
 def refused_layers(world, *arguments):

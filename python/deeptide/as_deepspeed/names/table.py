@@ -16,7 +16,7 @@ _PIPE_ENGINE = (
 )
 _PIPE_MODULE = (
     'partition_method "profile" and "memory" work too, on a micro-batch in profile_input; the axes of topology are '
-    "pipe and data"
+    "pipe, data and model, whose ranks share layers of deeptide.tensor's"
 )
 _MOE = "there is no expert parallelism yet; MoE layers of transformers work with ZeRO as they are"
 _TENSOR = "ranks share layers by neighbours; on CPUs; a small forward is compared with the whole model's"

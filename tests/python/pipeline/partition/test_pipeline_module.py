@@ -137,14 +137,14 @@ def test_layers_are_recomputed_in_groups(pair):
 
 
 def by_topology(world):
-    from deeptide.as_deepspeed.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
+    from deeptide.as_deepspeed.pipe.topology import PipeDataParallelTopology, ProcessTopology
 
     model = PipelineModule(
         stages.layers(), topology=PipeDataParallelTopology(2, 2), loss_fn=stages.loss_of, world=world
     )
     assert model.num_stages == 2 and model.topology().get_dim("data") == 2
-    with pytest.raises(ConfigError, match=r"topology: got the axes \{'pipe': 2, 'data': 1, 'model': 2\}"):
-        PipelineModule(stages.layers(), topology=PipeModelDataParallelTopology(2, 2, 1), world=world)
+    with pytest.raises(ConfigError, match=r"topology: got the axes \{'data': 2, 'pipe': 2\}"):
+        PipelineModule(stages.layers(), topology=ProcessTopology(["data", "pipe"], [2, 2]), world=world)
     with pytest.raises(ConfigError, match="has 2 ranks, the job 4"):
         PipelineModule(stages.layers(), topology=PipeDataParallelTopology(2, 1), world=world)
     with pytest.raises(ConfigError, match="num_stages is 4, and the topology has 2 stages"):
