@@ -75,7 +75,11 @@ class Elsewhere(torch.Tensor):
         before.label, before.parents = self.label, self.parents
         self.label, self.parents = None, (before, *(tensor for tensor in given if tensor is not self))
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment, unused-ignore]
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Without history: what is computed from it has no values, so no gradients."""
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            return func(*args, **(kwargs or {}))
 
     def tolist(self) -> Any:
         """Errors: ElsewhereError. Torch's own names this class."""

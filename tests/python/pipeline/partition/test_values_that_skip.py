@@ -104,15 +104,20 @@ def recompute_call(block, *given):
     return torch.utils.checkpoint.checkpoint(block, *given, use_reentrant=False)
 
 
+@pytest.mark.parametrize("activations", [{}, {"policy": "auto", "memory": "1GiB"}], ids=["", "measured"])
 @pytest.mark.parametrize("name", ["unet", "by-hooks"])
-def test_a_checkpoint_around_a_call_keeps_what_skips(name):
-    """A stage cannot compute a block again that it passed over: hooks there have saved values for backward."""
+def test_a_checkpoint_around_a_call_keeps_what_skips(name, activations):
+    """A stage cannot compute a block again that it passed over: hooks there have saved values for backward.
+
+    Hooks on what autograd keeps get a copy of a tensor with history: of what another stage has, no tensor has any.
+    """
 
     def edit(model):
         model.call = recompute_call
         return model
 
-    compare(*train(name, 3, edit=edit), exact=False)
+    more = {"activation_checkpointing": activations} if activations else {}
+    compare(*train(name, 3, edit=edit, **more), exact=False)
 
 
 # -- kinds of forwards -------------------------------------------------------------------------------------------------
