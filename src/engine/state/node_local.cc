@@ -17,7 +17,7 @@
 #include "checkpoint/format/file_io.h"
 #include "comm/mailbox.h"
 #include "comm/texts.h"
-#include "engine/step/mesh_votes.h"
+#include "engine/bind/mesh_votes.h"
 
 namespace deeptide::engine {
 

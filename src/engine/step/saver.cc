@@ -15,8 +15,8 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "deeptide/plan.h"
+#include "engine/bind/mesh_votes.h"
 #include "engine/step/host_tables.h"
-#include "engine/step/mesh_votes.h"
 
 namespace deeptide::engine {
 

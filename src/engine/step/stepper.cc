@@ -3,9 +3,7 @@
 // Runs one step, in the order of its phases.
 #include "engine/step/stepper.h"
 
-#include <ATen/ops/cat.h>
 #include <ATen/ops/full_like.h>
-#include <ATen/ops/isfinite.h>
 #include <ATen/record_function.h>
 #include <fmt/format.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -29,14 +27,14 @@ namespace deeptide::engine {
 using comm::Call;
 using comm::Close;
 using comm::Verdict;
-using world::TeamIndex;
-using world::WorldRank;
 
 Stepper::Stepper(const StepperParts& parts, std::unique_ptr<optim::Schedule> schedule)
     : parts_(parts),
       schedule_(std::move(schedule)),
       base_hyperparameters_(parts.progress.hyperparameters),
       terms_(parts.channels, parts.boundary, parts.live, parts.reducer, parts.progress),
+      skipped_({parts.config, parts.channels, parts.boundary, parts.model, parts.residency, parts.reducer,
+                parts.progress, parts.rewind}),
       drift_(parts.channels, parts.boundary, parts.model, parts.optimizer, parts.config.runtime()) {
   parts_.progress.loss_scale = optim::initial_loss_scale(parts_.config.precision());
   follow_loss_scale();
@@ -73,7 +71,7 @@ void Stepper::backward(const at::Tensor& loss, bool retain_graph) {
   parts_.reporter.follow_profiler();
   RECORD_USER_SCOPE("deeptide::backward");
   parts_.channels.recorder()->enter(trace::Phase::backward, parts_.progress.global_steps);
-  losses_.push_back(loss.detach());
+  losses_.note(loss);
   {
     const GradientIntake::Scaled scaled(*parts_.intake);
     torch::autograd::backward({loss}, {at::full_like(loss, loss_scale())}, retain_graph);
@@ -177,7 +175,7 @@ std::vector<Close> Stepper::close(bool joined) {
     TORCH_CHECK_VALUE(!parts_.optimizer->states().are_away(),
                       "step: the optimizer's states are offloaded; call reload_states() first, on all ranks. The "
                       "gradients are kept");
-    if (own.boundary) check_first_loss();
+    if (own.boundary) losses_.check_first(parts_.config.checkpoint().loss_tolerance);
     parts_.model.check_trained();
     parts_.live.check_trained();
     const bool shown = parts_.kept && parts_.kept->shown();  // then `.grad` holds what has been reduced
@@ -253,7 +251,7 @@ std::optional<StepOutcome> Stepper::step(bool joined) {
     outcome.save_error = std::move(saved->error);
   }
   if (!drifted_.empty()) throw DriftError(std::exchange(drifted_, {}));
-  if (!too_many_skipped_.empty()) throw NonFiniteError(std::exchange(too_many_skipped_, {}));
+  if (const std::string error = skipped_.take_error(); !error.empty()) throw NonFiniteError(error);
   return outcome;
 }
 
@@ -298,10 +296,7 @@ std::vector<Verdict> Stepper::judge() {
   verdict.lost = parts_.reducer->take_lost();
   verdict.links = parts_.links.own_facts();
   verdict.times = parts_.reporter.own_times();
-  if (parts_.reporter.wants_loss() && !losses_.empty()) {
-    verdict.loss = 0.0;
-    for (const at::Tensor& loss : losses_) verdict.loss += loss.item<double>() / static_cast<double>(losses_.size());
-  }
+  if (parts_.reporter.wants_loss()) verdict.loss = losses_.mean();
   auto verdicts = parts_.boundary.exchange(verdict, {"step", "agreeing on the gradient norm"});
   parts_.links.note(verdicts);
   parts_.reporter.note(verdicts, parts_.progress.global_steps);
@@ -338,11 +333,13 @@ StepOutcome Stepper::apply(const std::vector<Verdict>& verdicts) {
   progress.loss_scale = optim::next_loss_scale(parts_.config.precision(), progress.loss_scale, overflow);
   follow_loss_scale();
   if (overflow) {
-    skip(outcome, verdicts);
+    skipped_.skip(outcome, verdicts, losses_);
+    if (outcome.rewound_to >= 0) follow_schedule();
     losses_.clear();
     return outcome;
   }
-  if (parts_.config.checkpoint().loss_tolerance > 0.0 && parts_.channels.is_first()) progress.last_loss = mean_loss();
+  if (parts_.config.checkpoint().loss_tolerance > 0.0 && parts_.channels.is_first())
+    progress.last_loss = losses_.mean();
   losses_.clear();
   progress.skipped_in_a_row = 0;
   if (parts_.rewind) parts_.rewind->keep_if_due(progress);
@@ -369,88 +366,28 @@ StepOutcome Stepper::apply(const std::vector<Verdict>& verdicts) {
   return outcome;
 }
 
-/// Leaves parameters, masters, moments and the schedule unchanged.
-void Stepper::skip(StepOutcome& outcome, const std::vector<Verdict>& verdicts) {
-  ++parts_.progress.skipped_steps;
-  outcome.result = StepResult::non_finite;
-  outcome.reason = "non-finite gradient";
-  blame(outcome, verdicts);
-  if (Stages* const stages = parts_.channels.stages()) agree_on_blame(*stages, outcome);
-  if (outcome.loss_scale != loss_scale()) {
-    outcome.reason += fmt::format("; loss scale {:g}, now {:g}", outcome.loss_scale, loss_scale());
-  }
-  parts_.reducer->clear_accumulated();
-  const bool fp16 = parts_.config.precision().scales_loss();  // overflows are part of its life, and worth a line each
-  if (fp16 && parts_.channels.is_first()) {
-    log(LogLevel::info,
-        fmt::format("step {} skipped: {}{}", outcome.step, outcome.reason,
-                    outcome.parameter.empty()
-                        ? ""
-                        : fmt::format(" (in '{}', {})", outcome.parameter, parts_.channels.mesh().name(outcome.rank))));
-  }
-  if (outcome.rank >= 0) outcome.place = parts_.channels.mesh().place(outcome.rank);
-  act_on_row(outcome);
+void Stepper::preempt() {
+  const auto closes = parts_.boundary.enter(Call::preempt, [&](Close& own) {
+    own.asked_to_go = true;
+    if (parts_.reducer) own.rounds = parts_.reducer->rounds_begun();
+  });
+  step_aside(closes);
 }
 
-/// Names the first bad parameter, its rank, and whether that rank's loss was bad already.
-void Stepper::blame(StepOutcome& outcome, const std::vector<Verdict>& verdicts) {
-  std::vector<at::Tensor> losses;
-  for (const at::Tensor& loss : losses_) {
-    losses.push_back(loss.to(losses_.front().device(), at::kDouble).reshape({1}));
-  }
-  const bool all_finite = losses.empty() || at::isfinite(at::cat(losses)).all().item<bool>();
-  const uint8_t own = all_finite ? 0 : 1;
-  const auto in_forward =
-      parts_.boundary.exchange_all(std::span<const uint8_t>(&own, 1), {"step", "telling forward from backward"});
-  // A rank that has seen the contribution names its rank; one that has only the sum of a host's cannot.
-  const auto named = [](const Verdict& v) { return v.bad_unit >= 0 && v.bad_rank != WorldRank::none; };
-  auto bad = std::find_if(verdicts.begin(), verdicts.end(), named);
-  if (bad == verdicts.end()) {
-    bad = std::find_if(verdicts.begin(), verdicts.end(), [](const Verdict& v) { return v.bad_unit >= 0; });
-  }
-  if (bad == verdicts.end()) return;
-  outcome.parameter = parts_.model.units().at(bad->bad_unit)->parameters().at(bad->bad_parameter).name;
-  if (bad->bad_rank == WorldRank::none) return;
-  outcome.rank = number(bad->bad_rank);
-  const TeamIndex index = parts_.channels.data().index_of(bad->bad_rank);
-  outcome.phase = in_forward.at(number(index)) != 0 ? "forward" : "backward";
-}
-
-/// Acts when too many steps in a row were skipped. A lower loss scale may mend an overflow, so those above the
-/// smallest scale do not count.
-void Stepper::act_on_row(StepOutcome& outcome) {
-  Progress& progress = parts_.progress;
-  const PrecisionConfig& precision = parts_.config.precision();
-  const RuntimeConfig& runtime = parts_.config.runtime();
-  const bool is_dynamic = precision.scales_loss() && precision.loss_scale == 0.0;
-  if (is_dynamic && outcome.loss_scale > static_cast<double>(precision.min_loss_scale)) return;
-  if (++progress.skipped_in_a_row < runtime.skipped_limit || runtime.on_skipped == OnSkipped::skip) return;
-  if (runtime.on_skipped == OnSkipped::raise) {
-    too_many_skipped_ = row_text(outcome);
-    return;
-  }
-  if (!parts_.rewind->can_restore(progress)) {
-    too_many_skipped_ = row_text(outcome) + ". A rewind cannot help: " + parts_.rewind->why_not();
-    return;
-  }
-  const std::string text = row_text(outcome);
-  progress.skipped_in_a_row = 0;
-  parts_.residency.release_all();
-  outcome.rewound_to = parts_.rewind->restore(progress);
-  for (at::Tensor& error : parts_.reducer->rounding_errors()) error.zero_();
-  follow_schedule();
-  outcome.reason += fmt::format("; back to the state of step {}", outcome.rewound_to);
-  if (parts_.channels.is_first()) {
-    log(LogLevel::warning, text + fmt::format(": back to the state of step {}", outcome.rewound_to));
-  }
-}
-
-std::string Stepper::row_text(const StepOutcome& outcome) const {
-  std::string text = fmt::format("step {}: {} steps in a row were skipped: non-finite gradient", outcome.step,
-                                 parts_.progress.skipped_in_a_row);
-  if (!outcome.parameter.empty()) text += fmt::format(" in '{}'", outcome.parameter);
-  if (outcome.rank >= 0) text += fmt::format(" of {}, in {}", parts_.channels.mesh().name(outcome.rank), outcome.phase);
-  return text;
+/// Some rank goes before this step: what it was to be of is dropped on all ranks.
+StepOutcome Stepper::step_aside(const std::vector<Close>& closes) {
+  losses_.clear();
+  StepOutcome outcome;
+  outcome.step = parts_.progress.global_steps;
+  outcome.reason = "a rank was asked to go before this step";
+  outcome.preempted = true;
+  if (!parts_.reducer) return outcome;
+  if (parts_.kept) parts_.kept->forget();
+  parts_.intake->drop_left();
+  parts_.reducer->discard(most_rounds(closes));
+  parts_.progress.micro_steps -= parts_.progress.micro_steps % parts_.batch.accumulation;
+  follow_boundary();
+  return outcome;
 }
 
 void Stepper::end_micro_batch() {
@@ -469,7 +406,7 @@ void Stepper::restore(const Progress& saved, bool moments, bool schedule) {
   progress.skipped_in_a_row = saved.skipped_in_a_row;
   progress.last_loss = saved.last_loss;
   const bool compares = parts_.config.checkpoint().loss_tolerance > 0.0 && parts_.channels.is_first();
-  expected_loss_ = compares ? saved.last_loss : kNoLoss;
+  losses_.expect(compares ? saved.last_loss : kNoLoss);
   // Saved at a step's end. If a step now has another number of micro-batches, the next one begins here as well.
   progress.micro_steps = saved.micro_steps - saved.micro_steps % parts_.batch.accumulation;
   if (moments) {

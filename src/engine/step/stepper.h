@@ -17,7 +17,9 @@
 #include "engine/step/gradient_intake.h"
 #include "engine/step/kept_gradients.h"
 #include "engine/step/link_report.h"
+#include "engine/step/losses.h"
 #include "engine/step/saver.h"
+#include "engine/step/skipped_steps.h"
 #include "engine/step/step_terms.h"
 #include "gradients/reducer.h"
 #include "optim/schedule.h"
@@ -93,16 +95,10 @@ class Stepper {
   void end_backward();
   void show_gradients();
   std::vector<comm::Verdict> judge();
-  double mean_loss() const;
-  void check_first_loss();
   StepOutcome accumulating() const;
   bool agrees_to_go();
   StepOutcome step_aside(const std::vector<comm::Close>& closes);
   StepOutcome apply(const std::vector<comm::Verdict>& verdicts);
-  void skip(StepOutcome& outcome, const std::vector<comm::Verdict>& verdicts);
-  void blame(StepOutcome& outcome, const std::vector<comm::Verdict>& verdicts);
-  void act_on_row(StepOutcome& outcome);
-  std::string row_text(const StepOutcome& outcome) const;
   void end_micro_batch();
   void follow_boundary();
   bool exchanges_signs() const;
@@ -114,17 +110,16 @@ class Stepper {
   std::vector<Hyperparameters> base_hyperparameters_;
   std::optional<bool> boundary_override_;
   int64_t hyperparameters_version_ = 0;
-  double expected_loss_ = kNoLoss;  // by a checkpoint, of the first step after its load
-  bool signs_ = false;              // see keeps_gradients
-  bool said_signs_ = false;         // told of the first such step
-  int64_t sent_bytes_ = 0;          // by this rank for steps so far
-  std::vector<at::Tensor> losses_;  // of this rank since the last step, to tell forward from backward
-  int awaited_task_ = -1;           // of autograd: end_backward() follows it
+  bool signs_ = false;       // see keeps_gradients
+  bool said_signs_ = false;  // told of the first such step
+  int64_t sent_bytes_ = 0;   // by this rank for steps so far
+  Losses losses_;
+  int awaited_task_ = -1;                                       // of autograd: end_backward() follows it
   std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);  // what autograd calls at its end asks for it
   StepTerms terms_;
+  SkippedSteps skipped_;
   DriftGuard drift_;
-  std::string drifted_;           // likewise, if copies differ
-  std::string too_many_skipped_;  // the error that this step ends with; empty: none
+  std::string drifted_;  // the error that this step ends with, if copies differ; else empty
 };
 
 }  // namespace deeptide::engine
