@@ -23,10 +23,15 @@ def _ask(mpu: object, what: str) -> Any:
     )
 
 
+def _of_pipeline(mpu: object, what: str) -> int | None:
+    """Megatron's answer, or DeepSpeed's grid's; None: the object has neither."""
+    asked = [getattr(mpu, f"get_{kind}_parallel_{what}", None) for kind in ("pipeline_model", "pipe")]
+    return next((int(ask()) for ask in asked if ask is not None), None)
+
+
 def _check_stages(mpu: object, world: World, stages: int) -> None:
     """Errors: ConfigError if the object tells of other stages than the model's, or of another one for this rank."""
-    asked = [getattr(mpu, f"get_{kind}_parallel_world_size", None) for kind in ("pipeline_model", "pipe")]
-    theirs = next((int(ask()) for ask in asked if ask is not None), None)
+    theirs = _of_pipeline(mpu, "world_size")
     if theirs is None:
         return
     if theirs != stages:
@@ -34,8 +39,7 @@ def _check_stages(mpu: object, world: World, stages: int) -> None:
             f"mpu: its pipeline has {theirs} stages, and the model {stages}: give a PipelineModule of {theirs} "
             f"stages, or a plain model and parallel.pipeline {theirs}"
         )
-    asked = [getattr(mpu, f"get_{kind}_parallel_rank", None) for kind in ("pipeline_model", "pipe")]
-    theirs = next((int(ask()) for ask in asked if ask is not None), None)
+    theirs = _of_pipeline(mpu, "rank")
     own = stage_of_rank(world.rank, stages, world.size)
     if theirs not in (None, own):
         raise ConfigError(

@@ -14,8 +14,8 @@ namespace deeptide::engine {
 /// `rule`: null: nothing is trained.
 void refuse(const Config& config, const ModelFacts& model, const optim::Rule* rule);
 
-/// The same for units on axes of their own, and stages of a pipeline. `steps_whole`: the
-/// caller's optimizer needs whole parameters. Errors: likewise.
+/// The same for units on axes of their own, and stages of a pipeline. `steps_whole`: the caller's optimizer needs whole
+/// parameters. Errors: likewise.
 void refuse_axes(const Config& config, const Topology& topology, const optim::Rule* rule, bool steps_whole);
 
 /// The result of a design, before it may be built.
