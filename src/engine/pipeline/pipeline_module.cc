@@ -3,11 +3,11 @@
 // Cuts a list of layers into stages, and makes those of this rank's.
 #include <ATen/Context.h>
 #include <ATen/core/Generator.h>
-#include <fmt/format.h>
 
 #include <algorithm>
 #include <numeric>
 
+#include "base/libraries/format.h"
 #include "deeptide/errors.h"
 #include "deeptide/pipeline.h"
 #include "deeptide/pipeline_partition.h"
@@ -42,14 +42,14 @@ Activations run(const std::vector<PipelineLayer::Forward>& steps, Activations va
 void check(const PipelineOptions& options, size_t num_layers) {
   if (options.chunks < 1) {
     throw ConfigError(
-        fmt::format("PipelineModule: chunks: got {}, expected 1 or more runs of layers on each stage", options.chunks));
+        format_text("PipelineModule: chunks: got {}, expected 1 or more runs of layers on each stage", options.chunks));
   }
   const std::vector<int64_t>& bounds = options.bounds;
   if (bounds.empty()) return;
   const bool covers = bounds.front() == 0 && bounds.back() == static_cast<int64_t>(num_layers);
   if (std::ssize(bounds) != int64_t{options.num_stages} * options.chunks + 1 || !covers ||
       !std::ranges::is_sorted(bounds)) {
-    throw ConfigError(fmt::format("PipelineModule: bounds: got {} numbers, expected {} from 0 to {}, ascending",
+    throw ConfigError(format_text("PipelineModule: bounds: got {} numbers, expected {} from 0 to {}, ascending",
                                   bounds.size(), options.num_stages * options.chunks + 1, num_layers));
   }
 }
