@@ -35,7 +35,7 @@ void refuse_policy(const Config& config) {
   throw ConfigError(
       "activation_checkpointing.policy is \"" + (has_budget ? "auto" : policy) +
       "\", and the model is a C++ module, whose blocks only Python can recompute: leave policy and memory "
-      "out");
+      "out, and call the blocks by deeptide::recompute");
 }
 
 /// Errors: ConfigError for axes, along which Python cuts models as they are.
