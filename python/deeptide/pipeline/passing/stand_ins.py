@@ -51,7 +51,7 @@ class StageOutput(dict[str, Any]):
     def _refuse(self, name: object) -> str:
         return (
             f"the model's output: {name!r} is on the last stage of the pipeline alone, and the others have its loss; "
-            'use it where engine.is_last_stage(), or take "pipeline": {"outputs": "broadcast"} for tensors and numbers'
+            "use it where engine.is_last_stage(), or set parallel.pipeline.outputs to broadcast for tensors and numbers"
         )
 
     def __missing__(self, key: object) -> Any:
