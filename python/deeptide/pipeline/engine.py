@@ -61,6 +61,7 @@ class PipelineEngine(Engine):
         self._iterator: Iterator[Any] | None = None
         self._run = StageRun(self, self._stage, self._cut)
         self._loop = PlainLoop(self, self._stage, self._cut)
+        self._is_in_step = False  # of the schedule
         self._connect()
         self._say_if_few()
 
@@ -80,8 +81,13 @@ class PipelineEngine(Engine):
 
     @told
     def _run_whole(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls a function of the model that gives whole outputs on every stage."""
+        """Calls a function of the model that gives whole outputs on every stage. Errors: PipelineError in a step."""
         assert isinstance(self._cut, BlockCut)
+        if self._is_in_step:
+            raise PipelineError(
+                "the model was called within a step of the schedule, as by the loss function, where other stages do "
+                "not come; call it between steps, or compute with what the loss function is given"
+            )
         with self._cut.relay.open((args, kwargs)):
             return forward(*args, **kwargs)
 
@@ -217,6 +223,14 @@ class PipelineEngine(Engine):
         if isinstance(self._cut, BlockCut):
             self._cut.gives_outputs = gives
 
+    @contextlib.contextmanager
+    def _in_step(self) -> Iterator[None]:
+        self._is_in_step = True
+        try:
+            yield
+        finally:
+            self._is_in_step = False
+
     def _broadcasts(self) -> bool:
         """Whether outputs that the program gets are sent to all stages."""
         outputs = json.loads(_C.config_section(self._config, "parallel"))["pipeline"]["outputs"]
@@ -232,7 +246,8 @@ class PipelineEngine(Engine):
         taken = self._take(data_iter, count, "train_batch")
         self.module.train()
         self._loop.forget()
-        return self._run.train(self._schedule, taken, count)
+        with self._in_step():
+            return self._run.train(self._schedule, taken, count)
 
     def _evaluate_on(
         self,
@@ -246,7 +261,8 @@ class PipelineEngine(Engine):
         self._give_outputs(wants_outputs)
         taken = self._take(data_iter, count, "eval_batch")
         with _batches.evaluating(self):
-            losses, outputs = self._run.evaluate(taken, count, compute_loss)
+            with self._in_step():
+                losses, outputs = self._run.evaluate(taken, count, compute_loss)
             if self._stage is not None:
                 self._stage.meet()  # ranks that are behind still gather
             if wants_outputs:

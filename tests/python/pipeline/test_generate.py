@@ -167,6 +167,22 @@ def test_a_call_without_gradients_gives_whole_outputs_on_every_stage(name):
         assert its_loss == pytest.approx(loss, rel=1e-5)
 
 
+def calls_in_a_loss(world):
+    engine, given = initialize(world, "llama", 0, 2, deeptide={"error_grace": 0.2})
+
+    def loss_fn(output, labels):
+        with torch.no_grad():
+            return engine.module(input_ids=prompt()).logits.mean()
+
+    error = (PipelineError, "the model was called within a step of the schedule") if world.rank else (CommError, "")
+    with pytest.raises(error[0], match=error[1]):
+        engine.train_batch(given, loss_fn=loss_fn)
+
+
+def test_a_loss_function_cannot_call_the_model():
+    run_ranks(2, calls_in_a_loss)
+
+
 def differ(world):
     engine, _ = initialize(world, "llama", 0, 2, deeptide={"error_grace": 0.2})
     with pytest.raises(ValueError, match=r"stages \d and \d call the model with other tensors"):

@@ -85,14 +85,14 @@ class Relay:
         for stage in others:
             self._send_to(stage, "the call", [mark, generators if self.here == 0 else []])
         got = {stage: self._receive("the call", stage) for stage in others}
-        for stage, (its, states) in got.items():
+        for stage, (its, _) in got.items():
             if its != mark:
                 raise ValueError(
                     f"stages {self.here} and {stage} call the model with other tensors: all stages of a pipeline call "
                     "it and generate() with the same ones"
                 )
-            if states:
-                _set_generators(states)
+        if self.here > 0:
+            _set_generators(got[0][1])
 
     # -- modules ------------------------------------------------------------------------------------------------------
 
@@ -104,7 +104,7 @@ class Relay:
         Errors: PipelineError if it needs what no module around the blocks returns, or stages call it differently.
         """
         block = module.__dict__.get("_deeptide_block")
-        # Arguments of blocks follow from other modules' outputs, and looking at its numbers would wait for a device.
+        # Arguments of blocks follow from other modules' outputs, and looking at their numbers would wait for a device.
         mark = digest(tensors_in((args, kwargs)), with_floats=False) if block is None else 0
         if stage == self.here:
             return self._own(path, forward, args, kwargs, mark)
@@ -227,10 +227,14 @@ def relayed(kind: type, relay: Relay, is_running: Callable[[], bool]) -> type:
         forward = super(made, self).__call__
         if is_inside():
             return forward(*args, **kwargs)
+
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            relay.check_output(output)
+            return output
+
         assert relay.whole is not None
-        output = relay.whole(forward, args, kwargs)
-        relay.check_output(output)
-        return output
+        return relay.whole(checked, args, kwargs)
 
     names: dict[str, Any] = {"__call__": call}
     if callable(getattr(kind, "generate", None)):
