@@ -133,17 +133,23 @@ class Recomputed(Megatron):
         return deepspeed("training.checkpointing").checkpoint(lambda x: super(Recomputed, self).run(block, x), x)
 
 
-def recomputed(in_parts, on_cpu=False):
+def recomputed(in_parts, on_cpu=False, contiguous=False):
     """(losses, norms, (elements kept, elements of the whole) of each argument that is kept in a part)."""
     parts, plain = [], kept._Part
 
     class Part(plain):
-        def __new__(cls, values, shape, device):
+        def __new__(cls, values, shape, device, *row):
             parts.append((values.numel(), shape.numel()))
-            return plain(values, shape, device)
+            assert bool(row) == contiguous and (not row or row[0] is not None)
+            return plain(values, shape, device, *row)
 
     kept._Part = Part
-    deepspeed("training.checkpointing").configure(partition_activations=in_parts, checkpoint_in_cpu=on_cpu)
+    deepspeed("training.checkpointing").configure(
+        partition_activations=in_parts,
+        checkpoint_in_cpu=on_cpu,
+        contiguous_checkpointing=contiguous,
+        num_checkpoints=8,
+    )
     try:
         model = models.make_model(kind=Recomputed)
         model.cut(dist.get_rank())
@@ -152,7 +158,9 @@ def recomputed(in_parts, on_cpu=False):
         engine.destroy()
     finally:
         kept._Part = plain
-        deepspeed("training.checkpointing").configure(partition_activations=False, checkpoint_in_cpu=False)
+        deepspeed("training.checkpointing").configure(
+            partition_activations=False, checkpoint_in_cpu=False, contiguous_checkpointing=False
+        )
     return losses, norms, parts
 
 
@@ -162,7 +170,7 @@ def begin_in_parts():
     whole, in_parts, on_cpu = recomputed(False), recomputed(True), recomputed(True, on_cpu=True)
     assert whole[2] == []
     assert in_parts[:2] == whole[:2]
-    assert on_cpu == in_parts
+    assert on_cpu == in_parts == recomputed(True, contiguous=True)
     assert len(in_parts[2]) >= cut.STEPS  # an argument of each block in each step
     assert all(own == -(-numel // SIZE) for own, numel in in_parts[2])
 
