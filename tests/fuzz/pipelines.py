@@ -263,6 +263,7 @@ def _phase(program, number, rank, size, prefix, accelerator):
             _meet(prefix[0], index, rank, size)
     states = [side.states() for side in sides]
     for side in sides:
+        getattr(side.engine.module, "kept", []).clear()  # what recomputation put there has the model in its graph
         side.engine.destroy()
     return acts, states
 
@@ -383,10 +384,10 @@ def try_program(runner, program):
     logs, results = runner.run_ranks(CALL, json.dumps(program), most_ranks(program), limit=90)
     told = json.dumps(program)
     missing = [rank for rank, result in enumerate(results) if result is None]
+    raised = [f"rank {rank}: {result[1]}" for rank, result in enumerate(results) if result and result[0] == "raised"]
+    if raised:  # others may wait for these
+        return ("error", "pipeline"), "\n".join(raised) + f"\n{told}"
     if missing:
         return ("hang", "pipeline"), f"ranks {missing} did not end: {[log and log[1][-1500:] for log in logs]}\n{told}"
-    raised = [f"rank {rank}: {result[1]}" for rank, result in enumerate(results) if result[0] == "raised"]
-    if raised:
-        return ("error", "pipeline"), "\n".join(raised) + f"\n{told}"
     text = _differs(program, [result[1] for result in results])
     return (("value", "pipeline"), f"{text}\n{told}") if text else None

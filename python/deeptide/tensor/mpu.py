@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -90,10 +91,12 @@ def adopt(model: torch.nn.Module, mpu: object, world: World, timeout_s: float, s
             f"{size} neighbours, such as ranks 0 to {size - 1}"
         )
     model.__dict__["tensor_team"] = team
+    pairs = _patterns_of_pairs(model)
     for path, module in model.named_modules():
         of_heads, adding = _is_norm_of_heads(model, path), list[str]()
         for name, parameter in module.named_parameters(recurse=False):
-            slice_ = _slice_of(f"{path}.{name}" if path else name, parameter, size)
+            whole_name = f"{path}.{name}" if path else name
+            slice_ = _slice_of(whole_name, parameter, size, any(re.match(pair, whole_name) for pair in pairs))
             if slice_ is not None:
                 module.__dict__.setdefault("tensor_slices", {})[name] = slice_
             elif of_heads or getattr(parameter, "sequence_parallel", False):
@@ -111,7 +114,16 @@ def _is_norm_of_heads(model: torch.nn.Module, path: str) -> bool:
     return not getattr(getattr(model.get_submodule(of), "config", None), "multi_latent_attention", False)
 
 
-def _slice_of(name: str, parameter: torch.nn.Parameter, size: int) -> Slice | None:
+def _patterns_of_pairs(model: torch.nn.Module) -> list[str]:
+    """Names of parameters of which each rank has slices of two, as of gates and ups, though Megatron marks one.
+
+    Models of Megatron-DeepSpeed tell DeepSpeed's checkpoints so.
+    """
+    info = getattr(model, "universal_checkpoint_info", None)
+    return list(info().get("parameter_with_2_sub_params_cat_dim_0", ())) if callable(info) else []
+
+
+def _slice_of(name: str, parameter: torch.nn.Parameter, size: int, is_pair: bool = False) -> Slice | None:
     is_cut = getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False)
     if not is_cut:
         return None
@@ -121,5 +133,5 @@ def _slice_of(name: str, parameter: torch.nn.Parameter, size: int) -> Slice | No
             f"mpu: '{name}' is marked as model-parallel, and its partition_dim is {dim}; expected 0 or 1, the "
             "dimension along which ranks have slices"
         )
-    whole = parameter.shape[dim] * size
-    return Slice(dim, (whole // stride,) * stride)
+    blocks = max(stride, 2) if is_pair else stride
+    return Slice(dim, (parameter.shape[dim] * size // blocks,) * blocks)
