@@ -85,7 +85,8 @@ def make(kind, tensor=1, **more):
 
 
 def whole_values(kind):
-    """{name: value} of the whole model, no value that training would not change: biases and norms are drawn too."""
+    """{name: value} of the whole model; biases and norms are drawn too. Leaves each rank a group of its own."""
+    groups(1)
     draws = torch.Generator().manual_seed(5)
     state = make(kind).state_dict(keep_vars=True)
     values = {name: value.detach() for name, value in state.items() if isinstance(value, torch.nn.Parameter)}
@@ -126,9 +127,9 @@ def loss_of(model, tokens, positions, labels):
 
 def train_whole(kind, data_size, steps=STEPS):
     """(losses, norms, weights) of the whole model on plain torch, of all data ranks' batches."""
-    groups(1)
+    values = whole_values(kind)
     model = make(kind)
-    fill(model, whole_values(kind))
+    fill(model, values)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
     losses, norms = [], []
     for step in range(steps):
