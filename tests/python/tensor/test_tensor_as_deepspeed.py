@@ -310,10 +310,10 @@ def begin_by_topology():
             dist.broadcast(tensor, dist.get_rank() // 2 * 2, group=group)
         return batch
 
-    with pytest.raises(ValueError, match="need an iterator|has no micro-batches"):
+    with pytest.raises(ValueError, match=r"need an iterator|has no micro-batches"):
         engine.train_batch()
     engine.set_batch_fn(lambda batch: batch[0])
-    with pytest.raises(ValueError, match="given None, raised TypeError|has no micro-batches"):
+    with pytest.raises(ValueError, match=r"given None, raised TypeError|has no micro-batches"):
         engine.train_batch()
     engine.set_batch_fn(shared)
     model, world = staged(1, None)

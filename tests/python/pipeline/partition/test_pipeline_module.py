@@ -95,7 +95,7 @@ class Named(Linear):
 
 def test_a_tied_weight_may_be_a_property():
     assert isinstance(TiedLayerSpec("key", Named, 2, 2, tied_weight_attr="words").build(), Named)
-    with pytest.raises(AttributeError, match="Named has no parameter 'words.more'"):
+    with pytest.raises(AttributeError, match=r"Named has no parameter 'words.more'"):
         TiedLayerSpec("key", Named, 2, 2, tied_weight_attr="words.more").build()
 
 
