@@ -50,16 +50,18 @@ class _Return:
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, way: _Return) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, way: _Return, whole: torch.Tensor | None) -> torch.Tensor:
         ctx.way = way
+        if whole is not None:
+            return whole.detach()
         if way.dim is None:
             return x.detach()  # no view: the entry would keep its key alive
         return torch.cat(way.team.core.all_gather(x, "forward").unbind(0), way.dim)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.way.wait(), None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.way.wait(), None, None
 
 
 class _Send(torch.autograd.Function):
@@ -120,8 +122,12 @@ class _Entry:
 _entries = WeakTensorKeyDictionary()  # by the activation, as long as that lives
 
 
+def _way(x: torch.Tensor, team: Team, dim: int | None) -> tuple[Any, ...]:
+    return team, dim, torch.is_grad_enabled(), None if x.is_inference() else x._version
+
+
 def _enter(x: torch.Tensor, team: Team, dim: int | None) -> _Entry:
-    way = (team, dim, torch.is_grad_enabled(), None if x.is_inference() else x._version)
+    way = _way(x, team, dim)
     last: _Entry | None = _entries.get(x)
     if last is not None and last.way == way:
         return last
@@ -129,8 +135,17 @@ def _enter(x: torch.Tensor, team: Team, dim: int | None) -> _Entry:
     return entry
 
 
-def _entry(x: torch.Tensor, way: tuple[Any, ...], back: _Return) -> _Entry:
-    waiting: torch.Tensor = _Wait.apply(x, back)  # type: ignore[no-untyped-call]
+def known_as(whole: torch.Tensor, part: torch.Tensor, team: Team, dim: int) -> None:
+    """Tells that `whole` is all ranks' positions of `part` along a dimension, joined already.
+
+    Layers of the team that it enters send each rank its positions of their gradients' sum, past the joining. What else
+    uses it sends gradients through that.
+    """
+    _entries[whole] = _entry(part, _way(whole, team, None), _Return(team, dim), whole.detach())
+
+
+def _entry(x: torch.Tensor, way: tuple[Any, ...], back: _Return, whole: torch.Tensor | None = None) -> _Entry:
+    waiting: torch.Tensor = _Wait.apply(x, back, whole)  # type: ignore[no-untyped-call]
     if not waiting.requires_grad:
         return _Entry(way, waiting, None)
     sending: torch.Tensor = _Send.apply(waiting, back)  # type: ignore[no-untyped-call]
