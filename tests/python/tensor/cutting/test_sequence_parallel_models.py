@@ -2,13 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models as they are, of whose positions each rank has a part between the layers that ranks share."""
 
+from collections import Counter
+
 import cut
+import families
+import meshes
 import models
 import pytest
 import torch
 from conftest import run_ranks
 
 import deeptide
+from deeptide.pipeline.passing.passage import Passage
 
 transformers = pytest.importorskip("transformers")
 
@@ -16,7 +21,7 @@ VOCAB, LENGTH, MICRO, STEPS = 61, 8, 2, 3
 _SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
-    "intermediate_size": 64,
+    "intermediate_size": 96,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
@@ -70,7 +75,7 @@ def train(world, kind, settings, recompute=False):
     model = make(kind)
     engine = deeptide.initialize(model=model, config=settings, world=world)[0]
     if recompute:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.gradient_checkpointing_enable({"use_reentrant": recompute == "reentrant"})
     rank, ranks = cut.batch_rank(engine)
     losses, norms, gradients = [], [], {}
     for tokens, _ in models.batches(STEPS, MICRO * ranks, vocab=VOCAB, length=LENGTH):
@@ -101,8 +106,175 @@ def compare(shared, whole, kind, share=1e-5):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("ranks", "stage"), [(2, 0), (4, 3)])
+@pytest.mark.parametrize(("ranks", "stage"), [(2, 0), (4, 3), (2, 2)])
 def test_a_model_trains_as_the_whole_one(kind, ranks, stage):
     settings = models.config(stage, micro=MICRO)
     shared = run_ranks(ranks, train, kind, {**settings, **parallel(ranks)})
     compare(shared, run_ranks(1, train, kind, settings)[0], kind)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_data_ranks_of_such_models_train_as_those_of_whole_ones(kind, stage):
+    settings = models.config(stage, micro=MICRO)
+    shared = run_ranks(4, train, kind, {**settings, **parallel(2)})
+    whole = run_ranks(2, train, kind, settings)
+    compare(shared[:2], whole[0], kind)
+    compare(shared[2:], whole[1], kind)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_bf16_follows_the_whole_model(kind, recompute):
+    settings = models.config(2, micro=MICRO, bf16=True)
+    shared = run_ranks(2, train, kind, {**settings, **parallel(2)}, recompute)
+    whole = run_ranks(1, train, kind, settings, recompute)[0]
+    cut.near(shared[0][0], whole[0], 4 * 2**-8, "losses")  # each output is rounded to 8 bits, in other sums
+    cut.near(shared[0][1], whole[1], 0.1, "norms")
+
+
+@pytest.mark.parametrize("way", ["non-reentrant", "reentrant", "policy"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_recomputation_changes_no_bit(way, stage):
+    settings = {**models.config(stage, micro=MICRO), **parallel(2)}
+    kept = run_ranks(2, train, "gpt2", settings)
+    policy = {"activation_checkpointing": {"policy": "recompute"}} if way == "policy" else {}
+    again = run_ranks(2, train, "gpt2", {**settings, **policy}, "" if way == "policy" else way)
+    assert [result[:2] for result in again] == [result[:2] for result in kept]
+    models.assert_same(again[0][3], kept[0][3])
+
+
+def even_batches(name, data_rank, data_size, steps, gas):
+    """As families' batches, of lengths that divide among two ranks."""
+    draws = torch.Generator().manual_seed(5)
+    for number in range(steps * gas * data_size):
+        length = families.LENGTH + number // data_size % 3 * 2
+        tokens = torch.randint(1, families.VOCABULARY, (families.MICRO, length), generator=draws)
+        if number % data_size != data_rank:
+            continue
+        mask = torch.ones_like(tokens)
+        mask[0, -2:] = number % 2
+        words = {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
+        yield (tokens, tokens.roll(1, 1)) if name == "plain" else words
+
+
+@pytest.fixture
+def even(monkeypatch):
+    monkeypatch.setattr(families, "batches", even_batches)
+
+
+@pytest.mark.usefixtures("even")
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert", "mixtral", "qwen3", "t5", "plain"])
+@pytest.mark.parametrize(("mesh", "stage"), [((2, 1, 2), 1), ((2, 1, 2), 3), ((2, 2, 2), 2), ((1, 1, 2), 0)], ids=str)
+def test_stages_hand_on_parts(kind, mesh, stage):
+    pipeline, data, tensor = mesh
+    settings = meshes.config(kind, stage, pipeline, tensor, parallel={"sequence_parallel_norms": True})
+    found = run_ranks(pipeline * data * tensor, meshes.train, kind, settings)
+    meshes.compare(found, run_ranks(data, meshes.train, kind, meshes.config(kind, stage)), kind)
+
+
+@pytest.mark.usefixtures("even")
+def test_a_stage_sends_its_positions_alone(monkeypatch):
+    sent = []
+    hand_on = Passage._hand_on
+
+    def watched(self, block, args, kwargs):
+        sent.append(tuple(block.take_apart(args, kwargs)[0].shape))
+        hand_on(self, block, args, kwargs)
+
+    monkeypatch.setattr(Passage, "_hand_on", watched)
+    settings = meshes.config("llama", 0, 2, 2, parallel={"sequence_parallel_norms": True})
+    run_ranks(4, meshes.train, "llama", settings)
+    assert set(sent) == {(families.MICRO, length // 2, 16) for length in (6, 8, 10)}
+
+
+# -- what each rank keeps ---------------------------------------------------------------------------------------------
+
+
+def kept_by_blocks(world, kind, settings):
+    """{shape: how many tensors of it}, of what autograd keeps of all but the last block; parameters are left out."""
+    model = make(kind)
+    engine = deeptide.initialize(model=model, config=settings, world=world)[0]
+    kept, blocks = {}, model.model.layers
+    own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+
+    def pack(tensor):
+        if tensor.untyped_storage()._cdata not in own:
+            kept[tensor.untyped_storage()._cdata] = tensor.clone()
+        return tensor
+
+    hooks = [
+        blocks[0].register_forward_pre_hook(lambda *_: watch.__enter__()),
+        blocks[-1].register_forward_pre_hook(lambda *_: watch.__exit__(None, None, None)),
+    ]
+    watch = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    tokens = torch.arange(MICRO * LENGTH).view(MICRO, LENGTH) % VOCAB
+    engine(input_ids=tokens, labels=tokens)
+    assert len(hooks) == 2
+    return Counter(tuple(tensor.shape) for tensor in kept.values()), sum(t.nbytes for t in kept.values())
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_keeps_its_part_of_norms_and_residuals(ranks):
+    settings = models.config(0, micro=MICRO)
+    one = run_ranks(ranks, kept_by_blocks, "llama", {**settings, "parallel": {"tensor": ranks}})
+    parts = run_ranks(ranks, kept_by_blocks, "llama", {**settings, **parallel(ranks)})
+    whole, part = (MICRO, LENGTH, 32), (MICRO, LENGTH // ranks, 32)
+    blocks, each = 2, 4  # two norms: what they normalize and what they scale
+    assert one[0][0][whole] >= blocks * each
+    for shapes, size in parts:
+        assert shapes[part] >= blocks * each
+        assert shapes[whole] <= blocks * 2 + 1  # inputs of column-parallel layers, and of the first block
+        assert size < one[0][1]
+
+
+# -- lengths ----------------------------------------------------------------------------------------------------------
+
+
+def words_of(world, kind, settings, length, steps):
+    model = make(kind)
+    engine = deeptide.initialize(model=model, config=settings, world=world)[0]
+    tokens = torch.arange(2 * length).view(2, length) % VOCAB
+    engine.eval()
+    with torch.no_grad():
+        logits = engine(input_ids=tokens).logits
+    words = model.generate(tokens, max_new_tokens=steps, do_sample=False, eos_token_id=None) if steps else None
+    return logits, words
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("length", [1, 3, 5, 8])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
+def test_evaluation_takes_any_length(kind, ranks, length):
+    steps = 0 if kind == "bert" else 4
+    shared = run_ranks(ranks, words_of, kind, {**models.config(0), **parallel(ranks)}, length, steps)
+    logits, words = run_ranks(1, words_of, kind, models.config(0), length, steps)[0]
+    for found, chosen in shared:
+        cut.near(found, logits, 1e-5, "logits")
+        assert steps == 0 or torch.equal(chosen, words)
+
+
+def refuse_length(world, settings, mode):
+    engine = deeptide.initialize(model=make("llama"), config={**settings, **parallel(2)}, world=world)[0]
+    tokens = torch.arange(10).view(2, 5)
+    engine.train(mode != "eval")
+    refused = pytest.raises(ValueError, match="5 positions do not divide among the 2 ranks")
+    with refused, torch.set_grad_enabled(mode != "reentrant"):
+        engine(input_ids=tokens, labels=tokens)
+
+
+@pytest.mark.parametrize("mode", ["train", "eval", "reentrant"])
+def test_what_may_be_recomputed_refuses_lengths_that_do_not_divide(mode):
+    run_ranks(2, refuse_length, models.config(0), mode)
+
+
+def refuse_length_on_stages(world):
+    settings = meshes.config("llama", 0, 2, 2, parallel={"sequence_parallel_norms": True})
+    engine = meshes.start(world, "llama", settings)
+    tokens = torch.arange(10).view(2, 5) % families.VOCABULARY
+    with pytest.raises(ValueError, match="5 positions do not divide among the 2 ranks"):
+        engine.eval_batch(iter([{"input_ids": tokens, "labels": tokens}] * meshes.GAS))
+
+
+def test_stages_refuse_lengths_that_do_not_divide():
+    run_ranks(4, refuse_length_on_stages)
