@@ -3,6 +3,7 @@
 """Models as they are, of whose positions each rank has a part between the layers that ranks share."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import cut
 import families
@@ -11,9 +12,14 @@ import models
 import pytest
 import torch
 from conftest import run_ranks
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import deeptide
 from deeptide.pipeline.passing.passage import Passage
+from deeptide.tensor import make_team, split_model, team_of
+from deeptide.tensor.positions import OwnDropout, as_own_dropout
 
 transformers = pytest.importorskip("transformers")
 
@@ -278,3 +284,144 @@ def refuse_length_on_stages(world):
 
 def test_stages_refuse_lengths_that_do_not_divide():
     run_ranks(4, refuse_length_on_stages)
+
+
+# -- what goes between the ranks --------------------------------------------------------------------------------------
+
+
+class Counted:
+    """A team's core that counts its exchanges of activations."""
+
+    def __init__(self, core):
+        self.core, self.calls = core, Counter()
+
+    def __getattr__(self, name):
+        method = getattr(self.core, name)
+
+        def call(tensor, phase):
+            self.calls[name.removeprefix("start_"), phase] += phase in ("forward", "backward")
+            return method(tensor, phase)
+
+        return call if name.removeprefix("start_") in ("all_reduce", "all_gather", "reduce_scatter") else method
+
+
+def exchanges(world, kind):
+    engine = deeptide.initialize(model=make(kind), config={**models.config(0), **parallel(2)}, world=world)[0]
+    team = team_of(engine.module)
+    hidden = torch.randn(MICRO, LENGTH, 32, requires_grad=True)
+    rest = {}
+    if kind == "llama":
+        rest["position_embeddings"] = engine.module.model.rotary_emb(hidden, torch.arange(LENGTH)[None])
+    blocks = engine.module.model.layers if kind == "llama" else engine.module.transformer.h
+    team.core = Counted(team.core)
+    for block in blocks:
+        hidden = block(hidden, **rest)
+    hidden.sum().backward()
+    return dict(+team.core.calls)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_block_gathers_and_scatters_once_for_attention_and_once_for_its_mlp(kind):
+    blocks, edge = 3, 1  # the last block joins, the first one's gradient is joined
+    expected = {
+        ("all_gather", "forward"): 2 * blocks + edge,
+        ("reduce_scatter", "forward"): 2 * blocks,
+        ("all_gather", "backward"): 2 * blocks + edge,
+        ("reduce_scatter", "backward"): 2 * blocks,
+    }
+    assert run_ranks(2, exchanges, kind) == [expected] * 2
+
+
+# -- modules of other kinds -------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Looks back, by a mask that is made of its input's length."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.functions = nn.MultiheadAttention(width, 2, batch_first=True)
+
+    def forward(self, query, key, value):
+        ahead = torch.ones(query.shape[1], query.shape[1]).triu(1).bool()
+        return self.functions(query, key, value, attn_mask=ahead)
+
+
+class Mixed(models.Block):
+    """Beside layers that are cut directly in it, it has attention that stays whole, a linear layer, scales, dropout."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.attention, self.scale = Attention(width), nn.Parameter(torch.ones(width))
+        self.mix, self.drop = nn.Linear(width, width), nn.Dropout(0.25)
+
+    def forward(self, x):
+        attended, _ = self.attention(x, x, x)
+        x = x + self.drop(self.mix(attended)) * self.scale
+        return (super().forward(x), None)
+
+
+class MixedModel(models.TinyModel):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.h = nn.ModuleList(Mixed(20) for _ in range(3))
+        for block in self.h:
+            block.drop.p = dropout
+
+    def forward(self, tokens, targets=None):
+        x = self.embed(tokens)
+        for block in self.h:
+            x, _ = block(x)
+        logits = self.head(self.norm(x))
+        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def train_mixed(world, settings):
+    engine = cut.start(world, settings, kind=MixedModel)
+    losses, norms = cut.steps(engine, STEPS)
+    return losses, norms, cut.whole(engine, "exp_avg")
+
+
+def mixed_config(stage, tensor):
+    settings = cut.config(stage, tensor)
+    settings.get("parallel", {})["sequence_parallel_norms"] = True
+    return settings
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_modules_that_need_all_positions_get_them(ranks, stage):
+    shared = run_ranks(ranks, train_mixed, mixed_config(stage, ranks))
+    losses, norms, moments = run_ranks(1, train_mixed, cut.config(stage, 1))[0]
+    cut.near(shared[0][0], losses, 1e-5, "losses")
+    cut.near(shared[0][1], norms, 1e-4, "norms")
+    largest = max(moment.abs().max().item() for moment in moments.values())
+    for name, moment in moments.items():
+        cut.near(shared[0][2][name], moment, 1e-4, name, floor=largest / 1000)
+
+
+def kinds_of_dropouts(world):
+    model = split_model(MixedModel(0.25), make_team(2, world, 60.0), cut.SPECS, False, sequence_parallel_norms=True)
+    return [type(block.drop) for block in model.h]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_each_rank_drops_other_elements(again):
+    assert run_ranks(2, kinds_of_dropouts) == [[OwnDropout] * 3] * 2
+    found, states = [], []
+    for rank in range(2):
+        dropout = nn.Dropout(0.25)
+        as_own_dropout(dropout, SimpleNamespace(index=rank))
+        torch.manual_seed(0)
+        x = torch.ones(2, 4, 500, requires_grad=True)
+        y = checkpoint(dropout, x, use_reentrant=False) if again else dropout(x)
+        y.sum().backward()
+        assert torch.equal(x.grad, y), "a recomputation drops what it dropped"
+        assert torch.equal(dropout.eval()(x), x)
+        found.append(y.detach())
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states), "the ranks go on alike"
+    assert not torch.equal(*found)
+    for y in found:
+        assert set(y.unique().tolist()) == {0.0, torch.tensor(1 / 0.75).item()}
+        assert 0.7 < (y > 0).float().mean() < 0.8  # of 4000: seven deviations
