@@ -77,22 +77,50 @@ class _Send(torch.autograd.Function):
         return gradient, None
 
 
+class _Parts:
+    """This rank's positions of what layers take whole: forward keeps them alone, backward joins them once for all."""
+
+    def __init__(self, part: torch.Tensor, team: Team, dim: int) -> None:
+        self.part, self.users = part, 0
+        self._team, self._dim, self._left = team, dim, 0
+        self._whole: torch.Tensor | None = None
+
+    def joined(self, part: torch.Tensor) -> torch.Tensor:
+        """The whole, for one more of the users. Collective where it is the first of a backward."""
+        if self._whole is None:
+            self._whole = torch.cat(self._team.core.all_gather(part, "backward").unbind(0), self._dim)
+            self._left = self.users
+        whole, self._left = self._whole, self._left - 1
+        if self._left == 0:
+            self._whole = None
+        return whole
+
+
 class _ForWeight(torch.autograd.Function):
     """A product whose backward gives its weight's gradient alone. It returns a token of the shape, without values."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, product: Weight
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        product: Weight,
+        parts: _Parts | None,
     ) -> torch.Tensor:
-        ctx.product = product
-        ctx.save_for_backward(x)
+        ctx.product, ctx.parts = product, parts
+        if parts is not None:
+            parts.users += 1
+        ctx.save_for_backward(x if parts is None else parts.part)
         return x.new_empty(()).expand(*x.shape[:-1], weight.shape[0 if product.is_linear else 1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        own = dict(zip(("weight", "bias"), ctx.product.own_gradients(*ctx.saved_tensors, gradient), strict=False))
-        return None, own["weight"][1], own["bias"][1] if "bias" in own else None, None
+        (kept,) = ctx.saved_tensors
+        x = kept if ctx.parts is None else ctx.parts.joined(kept)
+        own = dict(zip(("weight", "bias"), ctx.product.own_gradients(x, gradient), strict=False))
+        return None, own["weight"][1], own["bias"][1] if "bias" in own else None, None, None
 
 
 class _ForInput(torch.autograd.Function):
@@ -117,6 +145,7 @@ class _Entry:
     way: tuple[Any, ...]
     entered: torch.Tensor
     after_send: int | None  # a node's number: between `wait` and what comes later. None: no gradient goes back
+    parts: _Parts | None = None  # where it can be joined again
 
 
 _entries = WeakTensorKeyDictionary()  # by the activation, as long as that lives
@@ -141,7 +170,8 @@ def known_as(whole: torch.Tensor, part: torch.Tensor, team: Team, dim: int) -> N
     Layers of the team that it enters send each rank its positions of their gradients' sum, past the joining. What else
     uses it sends gradients through that.
     """
-    _entries[whole] = _entry(part, _way(whole, team, None), _Return(team, dim), whole.detach())
+    entry = _entry(part, _way(whole, team, None), _Return(team, dim), whole.detach())
+    _entries[whole] = dataclasses.replace(entry, parts=_Parts(part.detach(), team, dim))
 
 
 def _entry(x: torch.Tensor, way: tuple[Any, ...], back: _Return, whole: torch.Tensor | None = None) -> _Entry:
@@ -199,6 +229,6 @@ def product_of(
     if entry.after_send is None or not _is_apart(given, weight):
         return F.linear(given, weight if is_linear else weight.t(), bias)
     product = Weight(weight, bias, is_linear)
-    token: torch.Tensor = _ForWeight.apply(given.detach(), weight, bias, product)  # type: ignore[no-untyped-call]
+    token: torch.Tensor = _ForWeight.apply(given.detach(), weight, bias, product, entry.parts)  # type: ignore[no-untyped-call]
     _run_at(token, entry.after_send)
     return _ForInput.apply(given, token, product)  # type: ignore[no-any-return, no-untyped-call]
