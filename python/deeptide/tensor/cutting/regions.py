@@ -25,7 +25,6 @@ from deeptide.tensor.layers import is_linear
 from deeptide.tensor.positions import Positions, as_block, as_own_dropout, as_region
 from deeptide.tensor.team import Team
 
-_KEY = "parallel.sequence_parallel_norms"
 _DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")  # of a configuration of Transformers
 
 
@@ -72,22 +71,25 @@ def chains_of(model: nn.Module, plan: Plan) -> list[Chain]:
         found.append(chain)
     if not found:
         raise ConfigError(
-            f"{_KEY}: {type(model).__name__} has no ModuleList or Sequential of blocks with layers that are cut; leave "
-            "the key out"
+            f"parallel.sequence_parallel_norms: {type(model).__name__} has no ModuleList or Sequential of blocks "
+            "with layers that are cut; leave the key out"
         )
     return found
 
 
 def _check(model: nn.Module) -> None:
     for module in model.modules():
-        if type(module).__name__ == "RandomLayerTokenDrop":
-            raise ConfigError(f"{_KEY} does not go with random-LTD, which drops positions of whole ones; leave one out")
+        if any(kind.__name__ == "RandomLayerTokenDrop" for kind in type(module).__mro__):
+            raise ConfigError(
+                "parallel.sequence_parallel_norms does not go with random-LTD, which drops positions of whole "
+                "sequences; leave one of them out"
+            )
     config = getattr(model, "config", None)
     for key in _DROPS:
         if getattr(config, key, 0.0):
             raise ConfigError(
-                f"{_KEY}: the model's {key} is {getattr(config, key)}, so a block that cuts or joins positions may be "
-                f"left out; set {key} to 0, or leave the key out"
+                f"parallel.sequence_parallel_norms: the model's {key} is {getattr(config, key)}, so a block that "
+                f"cuts or joins positions may be left out; set {key} to 0, or leave the key out"
             )
 
 
@@ -120,8 +122,8 @@ class _Walk:
         inside = self._cuts_in(path)
         if cut is not None and cut.kind == EXPERTS:
             raise ConfigError(
-                f"{_KEY}: '{self._block}' calls its experts '{path}' by itself, which take all positions; expected a "
-                "module around them that also chooses. Leave the key out"
+                f"parallel.sequence_parallel_norms: '{self._block}' calls its experts '{path}' by itself, which "
+                "take all positions; expected a module around them that also chooses. Leave the key out"
             )
         if cut is not None:
             self._layer(path)

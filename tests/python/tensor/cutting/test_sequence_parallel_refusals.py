@@ -11,6 +11,7 @@ from test_sequence_parallel_models import make, parallel
 from torch import nn
 
 import deeptide
+from deeptide.efficiency import RandomLayerTokenDrop
 from deeptide.tensor import make_team, split_model
 from deeptide.tensor.cutting import regions
 
@@ -48,9 +49,8 @@ def with_layerdrop():
 
 
 def with_random_ltd():
-    kind = type("RandomLayerTokenDrop", (nn.Identity,), {})
     model = make("llama")
-    model.model.layers.append(kind())
+    RandomLayerTokenDrop(model.model.layers[1])
     return model
 
 
@@ -75,6 +75,19 @@ REFUSALS = {
 def test_what_cannot_have_parts_is_refused_by_name(case):
     build, match = REFUSALS[case]
     run_ranks(2, refuse, build, match, {})
+
+
+def refuse_later(world):
+    drops = {"progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 0.1}}
+    model = make("llama")
+    with pytest.raises(deeptide.ConfigError, match="progressive layer drop does not go with"):
+        deeptide.initialize(model=model, config={**models.config(0), **parallel(2), **drops}, world=world)
+    with pytest.raises(deeptide.ConfigError, match="random-LTD does not go with"):
+        RandomLayerTokenDrop(model.model.layers[0])
+
+
+def test_layers_that_are_left_out_later_are_refused_by_name():
+    run_ranks(2, refuse_later)
 
 
 def test_a_model_without_blocks_is_refused():
