@@ -151,7 +151,7 @@ def test_recomputation_changes_no_bit(way, stage):
 
 
 def even_batches(name, data_rank, data_size, steps, gas):
-    """As families' batches, of lengths that divide among two ranks."""
+    """Yields batches as families does, of lengths that divide among two ranks."""
     draws = torch.Generator().manual_seed(5)
     for number in range(steps * gas * data_size):
         length = families.LENGTH + number // data_size % 3 * 2
