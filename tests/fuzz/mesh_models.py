@@ -82,6 +82,7 @@ class Blocks(nn.Module):
         self._modules["norm"], self._modules["head"] = self._modules.pop("norm"), self._modules.pop("head")
         if program["tie"]:
             self.head.weight = self.embed.weight
+        self.is_masked = not program.get("even")
         self.lends, self.recomputes = program["lent"], program["recompute"]
         self.skips, self.half, self.kept = program.get("skips", ""), program["blocks"] // 2, []
         for block in blocks if self.skips == "hooks" else ():  # as Transformers takes routers' logits
@@ -96,7 +97,7 @@ class Blocks(nn.Module):
     def forward(self, tokens, labels=None):
         self.kept.clear()
         hidden = self.embed(tokens)
-        mask = (tokens > 1).unsqueeze(-1)
+        mask = (tokens > 1).unsqueeze(-1) if self.is_masked else None
         if self.lends:
             hidden = hidden + self.places[: tokens.shape[1]]
         memory, number = None, 0

@@ -9,7 +9,8 @@ program = {"seed", "form": layers | blocks, "pair": an encoder and a decoder, "b
            "batch": dict | tuple | loss_fn, "optimizer": a section, "clipping", "skips": "" | mirror | collect | hooks,
            "hosts": 1 | 2: with two, each has a folder of its own, where all phases have two data ranks,
            "accelerator": that of actions/accelerators.py, for what is cut, and "apart": ranks share no memory; or None,
-           "phases": [{"stages", "chunks", "data", "tensor", "zero", "schedule", "bf16", "gas",
+           "even": lengths, and blocks without masks, as phases have them whose ranks keep a part of the positions,
+           "phases": [{"stages", "chunks", "data", "tensor", "by_parts", "zero", "schedule", "bf16", "gas",
                        "folders": of shards that are cut, "beside": saves beside training, "acts": […]}]}
 Acts: ["train", steps], ["loop", steps] (by forward, backward and step), ["eval", micro-batches], ["poison", stage, rank
 of it], ["save", tag], ["load", tag, from cut | uncut]. Each phase begins with a new model, in another mesh; both sides
@@ -88,6 +89,9 @@ def program_of(seed, on_accelerator=None):
         optimizer = "AdamW"
     if shares and random.Random(f"norms {seed}").random() < 0.3:
         optimizer = "Lamb"
+    parts = random.Random(f"positions {seed}")
+    for phase in phases:
+        phase["by_parts"] = phase["tensor"] > 1 and not skips and parts.random() < 0.6
     frozen = draw.choice([[], [], [], ["up.weight"], ["norm"], ["embed", "0.weight"]])
     kept = random.Random(f"activations {seed}")
     for phase in phases:
@@ -97,7 +101,7 @@ def program_of(seed, on_accelerator=None):
         "seed": seed, "form": form, "pair": pair, "blocks": draw.randint(4, 6),
         "width": draw.choice([4, 6]), "tie": tie, "gated": random.Random(f"gated {seed}").random() < 0.4,
         "lent": form == "blocks" and draw.random() < 0.4, "words": form == "blocks" and draw.random() < 0.5,
-        "skips": skips, "frozen": [] if tie else frozen,
+        "skips": skips, "even": any(phase["by_parts"] for phase in phases), "frozen": [] if tie else frozen,
         "recompute": draw.choice(["", "", "calls"]), "batch": draw.choice(["dict", "tuple", "loss_fn"]),
         "optimizer": {"type": optimizer, "params": {"lr": 0.02}}, "clipping": draw.choice([0.0, 0.0, 0.5]),
         "hosts": stores.choice([1, 2]), "phases": phases, "accelerator": _accelerator_of(seed, on_accelerator, phases),
@@ -128,7 +132,8 @@ class Side:
         if phase["schedule"] == "interleaved":
             parallel["chunks"] = phase["chunks"]
         if stages and program["form"] == "blocks":
-            parallel |= {"pipeline": stages, "tensor": phase["tensor"]}
+            by_parts = phase.get("by_parts", False)
+            parallel |= {"pipeline": stages, "tensor": phase["tensor"], "sequence_parallel_norms": by_parts}
         config = {
             "train_micro_batch_size_per_gpu": ROWS,
             "gradient_accumulation_steps": phase["gas"],
@@ -157,7 +162,7 @@ class Side:
     def batches(self, count):
         """This rank's, and those of the others drawn past."""
         for _ in range(count):
-            length = self.draws.choice([3, 4, 5])
+            length = self.draws.choice([2, 4, 6] if self.program.get("even") else [3, 4, 5])
             for rank in range(self.phase["data"]):
                 draws = torch.Generator().manual_seed(self.draws.randrange(10**6))
                 tokens = torch.randint(0, VOCABULARY, (ROWS, length), generator=draws)

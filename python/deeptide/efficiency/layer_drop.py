@@ -97,6 +97,15 @@ class DroppedLayer(torch.nn.Module):
         return made, args, {name: value for name, value in state.items() if name != _DEPTH}, *rest
 
 
+def refuse_parts(layer: torch.nn.Module, what: str) -> None:
+    """Errors: ConfigError if each rank has a part of the positions of a layer that is left out in whole or in part."""
+    if "tensor_positions" in layer.__dict__:
+        raise ConfigError(
+            f"{what} does not go with parallel.sequence_parallel_norms, whose blocks cut and join positions; leave one "
+            "of them out"
+        )
+
+
 def drop_chain(
     engine: Engine, layers: Iterable[torch.nn.Module], path: str = "", returns_tuple: bool | None = None
 ) -> None:
@@ -104,6 +113,8 @@ def drop_chain(
     schedules = engine._less_work
     assert schedules is not None and schedules.layers is not None
     layers = list(layers)
+    for layer in layers:
+        refuse_parts(layer, "progressive layer drop")
     chain = _Chain(path, len(layers), returns_tuple)
     for number, layer in enumerate(layers):
         kind: Any = type(layer)

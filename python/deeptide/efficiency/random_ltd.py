@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from deeptide._C import ConfigError
+from deeptide.efficiency.layer_drop import refuse_parts
 from deeptide.efficiency.token_arguments import Call, choose_mask, cut_mask
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ class RandomLayerTokenDrop(torch.nn.Module):
         kind = type(layer)
         if issubclass(kind, RandomLayerTokenDrop):
             return layer
+        refuse_parts(layer, "random-LTD")
         layer.__class__ = type(kind.__name__, (RandomLayerTokenDrop, kind), {"__module__": kind.__module__})
         layer.__dict__["_ltd"] = {}
         return layer

@@ -17,6 +17,7 @@ from deeptide._model.describe import device_of
 from deeptide.tensor.cutting.slices import Slice, adding_names, slices_of
 from deeptide.tensor.cutting.split import split_model
 from deeptide.tensor.mpu import adopt
+from deeptide.tensor.positions import has_positions
 from deeptide.tensor.team import Team, make_team, team_of
 
 
@@ -48,6 +49,12 @@ def prepare(config: Config, model: torch.nn.Module, world: World, stages: int, m
     _C.check_mesh(world.size, stages, team.size if team else size, _section(config, "parallel")["data"])
     if team is not None:
         _check_team(team, size, world.size, stages)
+        if _section(config, "parallel")["sequence_parallel_norms"] and not has_positions(model):
+            raise ConfigError(
+                "parallel.sequence_parallel_norms is true, and the model's layers were cut without it: give "
+                "split_model sequence_parallel_norms=True or layers of their own sequence_parallel=True, and leave the "
+                "key out"
+            )
         return team
     if size == 1:
         return None
@@ -82,8 +89,16 @@ def share_layers(config: Config, model: torch.nn.Module, world: World | None, st
     ranks = stages * team.data_size * team.size
     _C.check_mesh(ranks, stages, team.size, _section(config, "parallel")["data"])
     specs = _section(config, "tensor_parallel")["partition_config"]
-    check = _section(config, "parallel")["tensor_check"]
-    split_model(model, team, specs["layer_specs"], specs["use_default_specs"], check)
+    ours = _section(config, "parallel")
+    by_parts = ours["sequence_parallel_norms"]
+    split_model(
+        model,
+        team,
+        specs["layer_specs"],
+        specs["use_default_specs"],
+        ours["tensor_check"],
+        sequence_parallel_norms=by_parts,
+    )
     if world is None or world.source != "threads":  # these have one generator, from which others may be drawing
         _draw_alike(team, device)
     return team

@@ -51,16 +51,18 @@ class _Return:
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, way: _Return) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, way: _Return, whole: torch.Tensor | None) -> torch.Tensor:
         ctx.way = way
+        if whole is not None:
+            return whole.detach()
         if way.dim is None:
             return x.detach()  # no view: the entry would keep its key alive
         return torch.cat(way.team.core.all_gather(x, "forward").unbind(0), way.dim)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.way.wait(), None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.way.wait(), None, None
 
 
 class _Send(torch.autograd.Function):
@@ -76,22 +78,50 @@ class _Send(torch.autograd.Function):
         return gradient, None
 
 
+class _Parts:
+    """This rank's positions of what layers take whole: forward keeps them alone, backward joins them once for all."""
+
+    def __init__(self, part: torch.Tensor, team: Team, dim: int) -> None:
+        self.part, self.users = part, 0
+        self._team, self._dim, self._left = team, dim, 0
+        self._whole: torch.Tensor | None = None
+
+    def joined(self, part: torch.Tensor) -> torch.Tensor:
+        """The whole, for one more of the users. Collective where it is the first of a backward."""
+        if self._whole is None:
+            self._whole = torch.cat(self._team.core.all_gather(part, "backward").unbind(0), self._dim)
+            self._left = self.users
+        whole, self._left = self._whole, self._left - 1
+        if self._left == 0:
+            self._whole = None
+        return whole
+
+
 class _ForWeight(torch.autograd.Function):
     """A product whose backward gives its weight's gradient alone. It returns a token of the shape, without values."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, product: Weight
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        product: Weight,
+        parts: _Parts | None,
     ) -> torch.Tensor:
-        ctx.product = product
-        ctx.save_for_backward(x)
+        ctx.product, ctx.parts = product, parts
+        if parts is not None:
+            parts.users += 1
+        ctx.save_for_backward(x if parts is None else parts.part)
         return x.new_empty(()).expand(*x.shape[:-1], weight.shape[0 if product.is_linear else 1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        own = dict(zip(("weight", "bias"), ctx.product.own_gradients(*ctx.saved_tensors, gradient), strict=False))
-        return None, own["weight"][1], own["bias"][1] if "bias" in own else None, None
+        (kept,) = ctx.saved_tensors
+        x = kept if ctx.parts is None else ctx.parts.joined(kept)
+        own = dict(zip(("weight", "bias"), ctx.product.own_gradients(x, gradient), strict=False))
+        return None, own["weight"][1], own["bias"][1] if "bias" in own else None, None, None
 
 
 class _ForInput(torch.autograd.Function):
@@ -116,6 +146,7 @@ class _Entry:
     way: tuple[Any, ...]
     entered: torch.Tensor
     after_send: int | None  # a node's number: between `wait` and what comes later. None: no gradient goes back
+    parts: _Parts | None = None  # where it can be joined again
 
 
 _entries = WeakTensorKeyDictionary()  # by the activation, as long as that lives
@@ -138,8 +169,12 @@ def _keep(product: torch.Tensor, entry: _Entry) -> torch.Tensor:
     return product
 
 
+def _way(x: torch.Tensor, team: Team, dim: int | None) -> tuple[Any, ...]:
+    return team, dim, torch.is_grad_enabled(), None if x.is_inference() else x._version
+
+
 def _enter(x: torch.Tensor, team: Team, dim: int | None) -> _Entry:
-    way = (team, dim, torch.is_grad_enabled(), None if x.is_inference() else x._version)
+    way = _way(x, team, dim)
     last = _last(x)
     if last is not None and last.way == way:
         return last
@@ -151,8 +186,18 @@ def _enter(x: torch.Tensor, team: Team, dim: int | None) -> _Entry:
     return entry
 
 
-def _entry(x: torch.Tensor, way: tuple[Any, ...], back: _Return) -> _Entry:
-    waiting: torch.Tensor = _Wait.apply(x, back)  # type: ignore[no-untyped-call]
+def known_as(whole: torch.Tensor, part: torch.Tensor, team: Team, dim: int) -> None:
+    """Tells that `whole` is all ranks' positions of `part` along a dimension, joined already.
+
+    Layers of the team that it enters send each rank its positions of their gradients' sum, past the joining. What else
+    uses it sends gradients through that.
+    """
+    entry = _entry(part, _way(whole, team, None), _Return(team, dim), whole.detach())
+    _entries[whole] = dataclasses.replace(entry, parts=_Parts(part.detach(), team, dim))
+
+
+def _entry(x: torch.Tensor, way: tuple[Any, ...], back: _Return, whole: torch.Tensor | None = None) -> _Entry:
+    waiting: torch.Tensor = _Wait.apply(x, back, whole)  # type: ignore[no-untyped-call]
     if not waiting.requires_grad:
         return _Entry(way, waiting, None)
     sending: torch.Tensor = _Send.apply(waiting, back)  # type: ignore[no-untyped-call]
@@ -206,6 +251,6 @@ def product_of(
     if entry.after_send is None or not _is_apart(given, weight):
         return _keep(F.linear(given, weight if is_linear else weight.t(), bias), entry)
     product = Weight(weight, bias, is_linear)
-    token: torch.Tensor = _ForWeight.apply(given.detach(), weight, bias, product)  # type: ignore[no-untyped-call]
+    token: torch.Tensor = _ForWeight.apply(given.detach(), weight, bias, product, entry.parts)  # type: ignore[no-untyped-call]
     _run_at(token, entry.after_send)
     return _keep(_ForInput.apply(given, token, product), entry)  # type: ignore[no-untyped-call]

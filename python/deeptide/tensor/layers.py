@@ -32,6 +32,9 @@ def _columns(layer: Any, x: torch.Tensor, is_linear: bool) -> torch.Tensor:
 
 
 def _out_of_shared(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    positions = layer.__dict__.get("tensor_positions")
+    if positions is not None:  # of a model that was cut as it is
+        return positions.reduced(x)  # type: ignore[no-any-return]
     return cut_sequence(x, layer.tensor_team, adds_up=True) if layer.tensor_sequence else summed(x, layer.tensor_team)
 
 

@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,30 +17,39 @@ _FRAMES = 32
 Example = dict[str, Any]  # keyword arguments of forward
 
 
-def examples_of(model: Any) -> Iterator[Example]:
-    """Yields what the model's forward may take, the likeliest first; nothing for a model that is not Transformers'."""
+def examples_of(model: Any, ranks: int = 1) -> Iterator[Example]:
+    """Yields what the model's forward may take, the likeliest first; nothing for a model that is not Transformers'.
+
+    Words are so many that they divide among the ranks.
+    """
     config: Any = getattr(model, "config", None)
     main = getattr(model, "main_input_name", None)
     if config is None or not hasattr(config, "to_dict"):
         return
-    makers = {"input_ids": _texts, "pixel_values": _pictures, "input_values": _sounds, "input_features": _spectra}
-    for example in makers.get(str(main), lambda _config: ())(config):
+    words = -(-_WORDS // ranks) * ranks
+    makers: dict[str, Callable[[Any], Iterator[Example]]] = {
+        "input_ids": functools.partial(_texts, words=words),
+        "pixel_values": _pictures,
+        "input_values": _sounds,
+        "input_features": _spectra,
+    }
+    for example in makers.get(str(main), lambda _config: iter(()))(config):
         first, rows = next(model.parameters()), next(iter(example.values())).size(0)
         if getattr(config, "is_encoder_decoder", False):
-            example["decoder_input_ids"] = _words(getattr(config, "decoder", config), rows)
+            example["decoder_input_ids"] = _words(getattr(config, "decoder", config), words, rows)
         yield {
             key: value.to(first.device, first.dtype if value.is_floating_point() else value.dtype)
             for key, value in example.items()
         }
 
 
-def _texts(config: Any) -> Iterator[Example]:
+def _texts(config: Any, words: int) -> Iterator[Example]:
     if _find(config, "vocab_size") is None:
         return
-    yield {"input_ids": _words(config)}
-    yield {"input_ids": _words(config).unsqueeze(0)}  # two choices of one question
+    yield {"input_ids": _words(config, words)}
+    yield {"input_ids": _words(config, words).unsqueeze(0)}  # two choices of one question
     for picture in _pictures(config):  # models of both, such as CLIP, want both
-        yield {"input_ids": _words(config), **picture}
+        yield {"input_ids": _words(config, words), **picture}
 
 
 def _pictures(config: Any) -> Iterator[Example]:
@@ -50,31 +60,31 @@ def _pictures(config: Any) -> Iterator[Example]:
     shape = (_find(config, "num_channels") or 3, height, width)
     frames = _find(config, "num_frames")
     if frames is not None:
-        yield {"pixel_values": _waves(1, frames, *shape)}
-    yield {"pixel_values": _waves(1, *shape)}
+        yield {"pixel_values": waves(1, frames, *shape)}
+    yield {"pixel_values": waves(1, *shape)}
 
 
 def _sounds(config: Any) -> Iterator[Example]:
     bins, length = _find(config, "num_mel_bins"), _find(config, "max_length")
     if bins is not None and length is not None:  # a spectrum by this name, as the audio spectrogram transformer has it
-        yield {"input_values": _waves(1, length, bins)}
-    yield {"input_values": _waves(1, _SAMPLES)}
+        yield {"input_values": waves(1, length, bins)}
+    yield {"input_values": waves(1, _SAMPLES)}
 
 
 def _spectra(config: Any) -> Iterator[Example]:
     bins, positions = _find(config, "num_mel_bins"), _find(config, "max_source_positions")
     if bins is not None and positions is not None:  # Whisper's, which halves the length once
-        yield {"input_features": _waves(1, bins, 2 * positions)}
+        yield {"input_features": waves(1, bins, 2 * positions)}
     for key in ("input_feat_per_channel", "feature_projection_input_dim", "num_mel_bins"):
         if (features := _find(config, key)) is not None:
-            yield {"input_features": _waves(1, _FRAMES, features)}
+            yield {"input_features": waves(1, _FRAMES, features)}
 
 
-def _words(config: Any, rows: int = 2) -> torch.Tensor:
-    return (torch.arange(rows * _WORDS).view(rows, _WORDS) * 7 + 3) % (_find(config, "vocab_size") or 2 * _WORDS)
+def _words(config: Any, words: int, rows: int = 2) -> torch.Tensor:
+    return (torch.arange(rows * words).view(rows, words) * 7 + 3) % (_find(config, "vocab_size") or 2 * _WORDS)
 
 
-def _waves(*shape: int) -> torch.Tensor:
+def waves(*shape: int) -> torch.Tensor:
     """Returns values in (-1, 1) that repeat nowhere and need no generator."""
     numel = torch.Size(shape).numel()
     return torch.sin(torch.arange(numel, dtype=torch.float64) * 0.7).to(torch.float32).view(shape)

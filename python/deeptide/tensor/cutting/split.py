@@ -28,6 +28,7 @@ from deeptide.tensor.cutting.plans import (
     own_plan,
     plan_of_specs,
 )
+from deeptide.tensor.cutting.regions import chains_of, whole_parameters
 from deeptide.tensor.cutting.rule import adapt_sizes, rule_plan
 from deeptide.tensor.cutting.slices import as_adding
 from deeptide.tensor.experts import as_sliced_experts, divides
@@ -54,13 +55,15 @@ def split_model(
     use_rule: bool = True,
     check: bool = True,
     example: dict[str, Any] | None = None,
+    sequence_parallel_norms: bool = False,
 ) -> nn.Module:
     """Leaves this rank's slices in the model, whose parameters stay the same objects; returns it. Collective.
 
     What is cut: the model's own plan (Transformers' _tp_plan), else attention and MLP by names; layer_specs, as
     DeepSpeed's tensor_parallel.partition_config has them, change it, or are all there is with use_rule=False. The first
     rank's values count. check: compares a small forward with the whole model's: of `example`, keyword arguments, or of
-    a few words, a picture or a sound for Transformers' models. Errors: ConfigError, before anything is changed but
+    a few words, a picture or a sound for Transformers' models. sequence_parallel_norms: between attention and MLP each
+    rank has a part of the positions. Errors: ConfigError, before anything is changed but
     where the check fails.
     """
     if team_of(model) is not None:
@@ -69,13 +72,17 @@ def split_model(
     if is_own:
         plan = _without_odd_experts(model, plan, team)
     check_plan(model, plan, team.size)
+    chains = chains_of(model, plan) if sequence_parallel_norms and team.size > 1 else []
     deferred = _share_values(model, team)
-    whole = checks.try_whole(model, example, team) if check and not deferred else None
+    names = whole_parameters(model, chains, plan)
+    whole = checks.try_whole(model, example, team, names) if check and not deferred else None
     _apply(model, plan, team)
     if not is_own:
         adapt_sizes(model, plan, team.size)
+    for chain in chains:
+        chain.apply(model, team)
     if whole is not None:
-        checks.compare(model, whole)
+        checks.compare(model, whole, team)
     elif check and not deferred and team.index == team.data_rank == 0:
         checks.tell_unchecked(model)
     return model

@@ -41,6 +41,10 @@ Key parallel_section() {
                      .derives("what pipeline and tensor leave"),
                  flag("tensor_check", true,
                       "Compare one small forward of the model that is cut with that of the whole model, at the start."),
+                 flag(
+                     "sequence_parallel_norms", false,
+                     "Between attention and MLP of a model that is cut, each rank that shares layers has a part of the "
+                     "positions: norms, dropout and what they keep for backward."),
                  choice("schedule", "1f1b", {"1f1b", "gpipe", "interleaved", "zero_bubble"},
                         "Order of a stage's work. 1f1b: a forward and a backward in turn; gpipe: all forwards first; "
                         "interleaved: 1f1b over several chunks of the model on each stage; zero_bubble: 1f1b whose "

@@ -55,8 +55,9 @@ def make(kind, **more):
     return models.make_model(kind=build)
 
 
-def train(world, kind, stage, axis):
-    settings = {**models.config(stage, micro=MICRO), **({"parallel": {axis: 2}} if axis else {})}
+def train(world, kind, stage, axis, by_parts=False):
+    parallel = {"parallel": {axis: 2, "sequence_parallel_norms": by_parts}} if axis else {}
+    settings = {**models.config(stage, micro=MICRO), **parallel}
     engine = deeptide.initialize(model=make(kind), config=settings, world=world)[0]
     rank, ranks = cut.batch_rank(engine) if axis != "pipeline" else (0, 1)
     losses, norms = [], []
@@ -72,9 +73,10 @@ def train(world, kind, stage, axis):
 
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_lora_trains_as_on_the_whole_model(kind, stage):
+@pytest.mark.parametrize("by_parts", [False, True])
+def test_lora_trains_as_on_the_whole_model(kind, stage, by_parts):
     whole = run_ranks(1, train, kind, stage, None)[0]
-    shared = run_ranks(2, train, kind, stage, "tensor")
+    shared = run_ranks(2, train, kind, stage, "tensor", by_parts)
     assert shared[0][0] == shared[1][0]
     cut.near(shared[0][0], whole[0], 1e-5, "losses")
     cut.near(shared[0][1], whole[1], 1e-4, "norms")

@@ -109,7 +109,9 @@ def train(world, kind, tensor, seen):
 def test_a_model_is_compared_with_what_its_configuration_describes_and_trains_as_the_whole_one(kind, monkeypatch):
     compared = []
     compare = check.compare
-    monkeypatch.setattr(check, "compare", lambda model, whole: (compared.append(whole), compare(model, whole)))
+    monkeypatch.setattr(
+        check, "compare", lambda model, whole, team: (compared.append(whole), compare(model, whole, team))
+    )
     shared = run_ranks(2, train, kind, 2, compared)
     assert len(compared) == 2 and all(trial.outputs for trial in compared)
     whole = run_ranks(1, train, kind, 1, compared)[0]
