@@ -186,7 +186,10 @@ class PipelineEngine(Engine):
         self._iterator = iterator
 
     def set_batch_fn(self, fn: Callable[[Any], Any] | None) -> None:
-        """Applies to each micro-batch before it is taken apart into (inputs, labels)."""
+        """Applies to each micro-batch before it is taken apart into (inputs, labels).
+
+        On a rank without an iterator `fn` is given None, to take what a rank that shares its layers has read.
+        """
         self._batch_fn = fn
 
     def reset_activation_shape(self) -> None:
