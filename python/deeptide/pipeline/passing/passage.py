@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from deeptide._model.recomputation import in_backward
+from deeptide._model.recomputation import in_backward, kept_as_they_are
 from deeptide.pipeline.cutting.digest import digest
 from deeptide.pipeline.errors import PipelineError
 from deeptide.pipeline.passing.derived import Derived
@@ -51,11 +51,6 @@ class _NoDraws(TorchDispatchMode):
                 "in a block, or give them with the batch"
             )
         return func(*args, **(kwargs or {}))
-
-
-def _kept_as_they_are() -> AbstractContextManager[Any]:
-    """Keeps what backward needs, also within a checkpoint, which could not compute a passed-over block again."""
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 class _Block:
@@ -378,7 +373,7 @@ class Passage:
         args, kwargs = block.put_in(tree_map_only(torch.Tensor, bare, handed), args, kwargs)
         hidden = self._hidden.get(block.number)
         with (
-            _kept_as_they_are() if has_values else torch.no_grad(),
+            kept_as_they_are() if has_values else torch.no_grad(),
             nullcontext() if hidden is None else hidden(),
             _NoDraws() if has_values else nullcontext(),  # type: ignore[no-untyped-call, unused-ignore]
             MadeElsewhere(origin),
