@@ -189,7 +189,7 @@ install_torch() {
   if ! torch_version >/dev/null 2>&1; then
     say "installing $TORCH_SPEC (some minutes on a slow network)"
     # shellcheck disable=SC2086  # words with pip's options
-    $pip install $TORCH_SPEC
+    $pip install --no-compile $TORCH_SPEC  # Python compiles what is imported, a tenth of it, as it is imported
   fi
   "$VENV/bin/python" -c 'import torch' || { say "torch does not load"; exit 1; }
   echo "torch==$(torch_version)" >"$VENV/torch-constraint.txt"
