@@ -113,6 +113,23 @@ class CollectsByHooks(Collects):
         pass
 
 
+class CollectsInside(Collects):
+    """Hooks on a module inside each block compute what the loss takes, and autograd keeps something for that."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(UnetBlock(12) for _ in range(4))
+        for block in self.blocks:
+            block.norm.register_forward_hook(lambda module, inputs, output: self.kept.append(output.square().mean()))
+
+    def forward(self, tokens, labels):
+        self.kept = []
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return F.cross_entropy(self.head(hidden * torch.stack(self.kept).mean()).flatten(0, 1), labels.flatten())
+
+
 class AddsTheFirst(Collects):
     """A long skip around all blocks, of what a module before them returns."""
 
@@ -193,6 +210,7 @@ MODELS = {
     "adds-skips": ("plain", _made(AddsSkips)),
     "collects": ("plain", _made(Collects)),
     "by-hooks": ("plain", _made(CollectsByHooks)),
+    "inside": ("plain", _made(CollectsInside)),
     "adds-the-first": ("plain", _made(AddsTheFirst)),
     "looks": ("plain", _made(Looks)),
     "keeps-inside": ("plain", _made(KeepsInside)),

@@ -364,7 +364,11 @@ class Passage:
     def _on_shapes(
         self, block: _Block, call: Callable[..., Any], handed: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """A block of an earlier stage, but for what is computed from values that came: hooks see those."""
+        """A block of an earlier stage, but for what is computed from values that came: hooks see those.
+
+        Where none is handed to it, gradients begin with the first one that a module inside returns. A checkpoint before
+        that, as in the forward of Transformers' blocks, so has no effect: it could not compute the block again.
+        """
         origin, has_values = self._name(block.number), bool(self._skips.received)
 
         def bare(tensor: torch.Tensor) -> torch.Tensor:
@@ -372,8 +376,10 @@ class Passage:
 
         args, kwargs = block.put_in(tree_map_only(torch.Tensor, bare, handed), args, kwargs)
         hidden = self._hidden.get(block.number)
+        trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
         with (
-            kept_as_they_are() if has_values else torch.no_grad(),
+            torch.set_grad_enabled(has_values and trains),
+            kept_as_they_are() if has_values else nullcontext(),
             nullcontext() if hidden is None else hidden(),
             _NoDraws() if has_values else nullcontext(),  # type: ignore[no-untyped-call, unused-ignore]
             MadeElsewhere(origin),

@@ -162,6 +162,8 @@ class Skips:
                     f"'{_path_of(label)}' is called with other arguments than on the stage that computes it: the "
                     "stages' programs differ"
                 )
+            if value.requires_grad:
+                torch.set_grad_enabled(True)  # in a block that is passed over, until its end
             return value
         if tensor.label is None:
             tensor.label = label

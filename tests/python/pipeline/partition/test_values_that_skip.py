@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from conftest import run_ranks
-from skipping import MODELS, Supervised
+from skipping import MODELS, Supervised, UnetBlock
 from test_any_model import both, compare, recomputing
 
 import deeptide
@@ -118,6 +118,32 @@ def test_a_checkpoint_around_a_call_keeps_what_skips(name, activations):
 
     more = {"activation_checkpointing": activations} if activations else {}
     compare(*train(name, 3, edit=edit, **more), exact=False)
+
+
+@pytest.mark.parametrize("activations", [{"policy": "recompute"}, {"policy": "auto", "memory": "1GiB"}], ids=str)
+@pytest.mark.parametrize("name", ["inside", "unet"])
+def test_a_policy_leaves_blocks_alone_that_another_chunk_passes_over(name, activations):
+    """They are of this stage, and what hooks inside them saved of a value that came has no second forward."""
+    more = {"activation_checkpointing": activations, "parallel": {"schedule": "interleaved", "chunks": 2}}
+    compare(*train(name, 2, **more), exact=False)
+
+
+class RecomputingBlock(UnetBlock):
+    """The checkpoint is in its forward, where Transformers has it in its blocks."""
+
+    def forward(self, *given):
+        return torch.utils.checkpoint.checkpoint(super().forward, *given, use_reentrant=False)
+
+
+@pytest.mark.parametrize("parallel", [{}, {"schedule": "interleaved", "chunks": 2}], ids=str)
+@pytest.mark.parametrize("name", ["inside", "unet"])
+def test_a_checkpoint_inside_a_block_keeps_what_skips(name, parallel):
+    def edit(model):
+        for block in model.blocks:
+            block.__class__ = RecomputingBlock
+        return model
+
+    compare(*train(name, 2, edit=edit, **({"parallel": parallel} if parallel else {})), exact=False)
 
 
 # -- kinds of forwards -------------------------------------------------------------------------------------------------
