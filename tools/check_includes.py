@@ -32,6 +32,9 @@ CPP_TOKEN = re.compile(
 )
 LEANING = re.compile(r'(?:^|\s)(?://[/!]?<?|#|""")\s*(Of|What|Where|As)\b')
 COMMENT = {".py": "#", ".pyi": "#"}
+# Headers whose templates cost seconds in each file, and the folder that compiles them once.
+COSTLY = re.compile(r"^#include <(?:fmt/|nlohmann/json\.hpp)", re.MULTILINE)
+COMPILED_ONCE = "src/base/libraries/"
 # Headers that still declare in `deeptide` itself instead of their layer's namespace.
 IN_PUBLIC_NAMESPACE = ("src/base/", "src/device/parallel.h", "src/engine/engine_impl.h")
 
@@ -110,6 +113,13 @@ def check_layers(path: Path, text: str) -> list[str]:
         elif why := HOUSE.check_include(path, target):
             problems.append(f"{path}:{number}: {why}")
     return problems
+
+
+def check_costly(path: Path, text: str) -> list[str]:
+    """A layer that includes fmt or nlohmann::json by itself."""
+    if HOUSE.layer_of(path) is None or str(path).startswith(COMPILED_ONCE) or not COSTLY.search(text):
+        return []
+    return [f"{path}: include {COMPILED_ONCE[4:]}*.h, which compiles the library's templates once"]
 
 
 def check_namespace(path: Path, text: str) -> list[str]:
@@ -249,7 +259,15 @@ def check_all(texts: dict[Path, str]) -> list[str]:
     for path, text in sorted(texts.items()):
         if path.name == "__init__.py" and not text.strip():
             continue
-        for check in (check_layers, check_namespace, check_opening, check_words, check_length, check_functions):
+        for check in (
+            check_layers,
+            check_namespace,
+            check_costly,
+            check_opening,
+            check_words,
+            check_length,
+            check_functions,
+        ):
             problems += check(path, text)
     return problems
 

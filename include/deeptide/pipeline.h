@@ -148,6 +148,8 @@ struct PipelineOptions {
   int chunks = 1;  // runs of layers on each stage: the schedule is interleaved then
   PipelinePartition partition = PipelinePartition::parameters;
   std::vector<int64_t> bounds;  // own: part p has the layers [bounds[p], bounds[p + 1]); empty: by `partition`
+  int activation_checkpoint_interval =
+      0;                        // so many layers keep their input alone until backward; 0: each what it needs
   std::optional<int64_t> seed;  // torch is seeded with it + the layer's number before a layer is made
   std::optional<World> world;   // absent: init_distributed()
 };

@@ -6,9 +6,9 @@
 #include <algorithm>
 #include <charconv>
 #include <iterator>
-#include <nlohmann/json.hpp>
 
 #include "base/json_relaxed.h"
+#include "base/libraries/nlohmann.h"
 #include "deeptide/errors.h"
 
 namespace deeptide {
@@ -176,7 +176,7 @@ class TreeBuilder : public nlohmann::json_sax<nlohmann::json> {
 };
 
 std::string quoted(const std::string& text) {
-  return nlohmann::json(text).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  return write_json(nlohmann::json(text), -1, nlohmann::json::error_handler_t::replace);
 }
 
 std::string shortest(double value) {

@@ -4,7 +4,6 @@
 #include "comm/group.h"
 
 #include <ATen/ops/zeros.h>
-#include <fmt/format.h>
 #include <sched.h>
 
 #include <algorithm>
@@ -20,6 +19,7 @@
 
 #include "base/interrupt.h"
 #include "base/invariant.h"
+#include "base/libraries/format.h"
 #include "base/text.h"
 #include "comm/blocking.h"
 #include "host/host.h"
@@ -411,7 +411,7 @@ std::string Group::find_cause(const Site& site, std::optional<std::string> repor
 
 void Group::time_out(const Site& site) const {
   throw_comm_error(
-      fmt::format("{} timed out after {:g} s at {}: {}. The limit is \"deeptide\": {{\"comm_timeout\": seconds}}.",
+      format_text("{} timed out after {:g} s at {}: {}. The limit is \"deeptide\": {{\"comm_timeout\": seconds}}.",
                   rank_name(), std::chrono::duration<double>(options_.timeout).count(), text(site), find_cause(site)));
 }
 

@@ -6,10 +6,10 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <nlohmann/json.hpp>
 #include <numeric>
 #include <utility>
 
+#include "base/libraries/nlohmann.h"
 #include "config/section.h"
 #include "data/curriculum_metric.h"
 #include "data/numpy_random.h"
@@ -245,8 +245,8 @@ void CurriculumSampler::Impl::load_state(const ordered_json& saved) {
   const ordered_json mine = state(drawn_.position);
   for (const char* key : {"seed", "num_samples", "metrics"}) {
     if (saved.at(key) == mine[key]) continue;
-    refuse_draw(std::string("the saved state has ") + key + " " + saved[key].dump() + ", this sampler " +
-                mine[key].dump() + "; give the data set and configuration of the saved run");
+    refuse_draw(std::string("the saved state has ") + key + " " + write_json(saved[key]) + ", this sampler " +
+                write_json(mine[key]) + "; give the data set and configuration of the saved run");
   }
   std::vector<LogEntry> log;
   for (const ordered_json& entry : saved.at("log")) {
@@ -283,10 +283,10 @@ CurriculumSampler::CurriculumSampler(CurriculumSampler&&) noexcept = default;
 std::optional<std::vector<int64_t>> CurriculumSampler::next() { return impl_->next(); }
 int64_t CurriculumSampler::total_samples() const { return impl_->total_; }
 CurriculumSampler::Position CurriculumSampler::position() const { return impl_->drawn_.position; }
-std::string CurriculumSampler::state(const Position& position) const { return impl_->state(position).dump(); }
+std::string CurriculumSampler::state(const Position& position) const { return write_json(impl_->state(position)); }
 
 void CurriculumSampler::load_state(const std::string& state) {
-  const ordered_json saved = ordered_json::parse(state, nullptr, /*allow_exceptions=*/false);
+  const ordered_json saved = try_read_json<ordered_json>(state);
   if (!saved.is_object()) refuse_draw("the saved state is '" + state.substr(0, 40) + "', expected a JSON object");
   try {
     impl_->load_state(saved);

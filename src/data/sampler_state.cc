@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Positions of samplers in the state that checkpoints keep for programs.
-#include <nlohmann/json.hpp>
 
+#include "base/libraries/nlohmann.h"
 #include "deeptide/data.h"
 
 namespace deeptide {
@@ -14,7 +14,7 @@ constexpr const char* kPrivate = "__deeptide__";  // as _engine/checkpoint.py na
 constexpr const char* kLoader = "loader";
 
 ordered_json parse_object(const std::string& text) {
-  ordered_json value = ordered_json::parse(text, nullptr, /*allow_exceptions=*/false);
+  ordered_json value = try_read_json<ordered_json>(text);
   if (!value.is_object()) {
     throw ConfigError("data sampler: the client state is '" + text.substr(0, 40) + "', expected a JSON object");
   }
@@ -24,8 +24,8 @@ ordered_json parse_object(const std::string& text) {
 template <typename Number>
 void check_same(const ordered_json& saved, const char* key, Number mine) {
   if (saved.at(key) == mine) return;
-  throw ConfigError(std::string("data sampler: the checkpoint's position is for ") + key + " " + saved[key].dump() +
-                    ", this sampler has " + std::to_string(mine) +
+  throw ConfigError(std::string("data sampler: the checkpoint's position is for ") + key + " " +
+                    write_json(saved[key]) + ", this sampler has " + std::to_string(mine) +
                     "; give the dataset and seed of the saved run, or leave its position out");
 }
 
@@ -37,7 +37,7 @@ std::string DistributedSampler::add_position(const std::string& client_state_jso
                               {"samples", position_.batch * options_.batch_size * options_.world_size},
                               {"num_samples", num_samples_},
                               {"seed", options_.seed}};
-  return state.dump();
+  return write_json(state);
 }
 
 bool DistributedSampler::take_position(const std::string& client_state_json) {

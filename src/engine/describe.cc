@@ -1,12 +1,12 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Describes a C++ module as the engine sees it.
-#include <fmt/format.h>
 #include <torch/nn/module.h>
 
 #include <utility>
 
 #include "base/json.h"
+#include "base/libraries/format.h"
 #include "deeptide/binding.h"
 #include "deeptide/engine.h"
 
@@ -35,7 +35,7 @@ void refuse_policy(const Config& config) {
   throw ConfigError(
       "activation_checkpointing.policy is \"" + (has_budget ? "auto" : policy) +
       "\", and the model is a C++ module, whose blocks only Python can recompute: leave policy and memory "
-      "out");
+      "out, and call the blocks by deeptide::recompute");
 }
 
 /// Errors: ConfigError for axes, along which Python cuts models as they are.
@@ -47,7 +47,7 @@ void refuse_axes(const Config& config) {
     const JsonValue& value = found.is(JsonKind::object) ? found.find("stages")->value : found;
     if (value.is(JsonKind::null) || value.number <= 1) continue;
     throw ConfigError(
-        fmt::format("{}.{} is {}, and the model is a C++ module, which is not cut as it is: make a "
+        format_text("{}.{} is {}, and the model is a C++ module, which is not cut as it is: make a "
                     "PipelineModule of its layers, or take the layers of a TensorTeam, and leave the key out",
                     section, key, value.number));
   }

@@ -3,11 +3,10 @@
 // Hands calls on to the engine's channels; a wait for a neighbour serves the stage's own ranks.
 #include "deeptide/pipeline_stage.h"
 
-#include <fmt/format.h>
-
 #include <functional>
 #include <span>
 
+#include "base/libraries/format.h"
 #include "engine/bind/stages.h"
 #include "engine/design/nearest_divisors.h"
 #include "engine/design/topology.h"
@@ -18,7 +17,7 @@ namespace deeptide {
 std::shared_ptr<const engine::Axes> pipeline_axes(int stages, int ranks) {
   if (stages < 1 || ranks < 1 || ranks % stages != 0) {
     throw ConfigError(
-        fmt::format("a pipeline of {} stages over {} ranks: got a number of ranks that is no multiple of "
+        format_text("a pipeline of {} stages over {} ranks: got a number of ranks that is no multiple of "
                     "the stages; with {} ranks take {} stages",
                     stages, ranks, ranks, engine::nearest_divisors(stages, ranks)));
   }

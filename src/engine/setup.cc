@@ -2,11 +2,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Builds an engine: world, channels, units, residency, reducer, optimizer, hooks.
 #include <ATen/Parallel.h>
-#include <fmt/format.h>
 
 #include <chrono>
 #include <functional>
 
+#include "base/libraries/format.h"
 #include "base/log.h"
 #include "base/text.h"
 #include "data/sections.h"
@@ -70,7 +70,7 @@ void warn_of_rates(const Config& config, const std::vector<ParameterGroup>& grou
     if (!index || hyper.lr() == peak->lr || hyper.lr() == hyper.optimizer()->hyperparameters[*index].fallback) continue;
     return log(
         LogLevel::warning,
-        fmt::format("lr {:g} of optimizer group {} has no effect: the schedule {} rises to {:g} in every group; set "
+        format_text("lr {:g} of optimizer group {} has no effect: the schedule {} rises to {:g} in every group; set "
                     "scheduler.params.{} to the rate that you mean",
                     hyper.lr(), g, scheduler_type(config.scheduler()), peak->lr, peak->key));
   }
@@ -144,7 +144,7 @@ void Engine::Impl::serve_tensor_team() {
     *begin = now;
     const auto failure = channels.board()->failure("waits for the ranks that share its layers");
     if (failure && channels.board()->is_failure()) {
-      throw CommError(fmt::format("{} stopped, waiting for the ranks that share its layers: {}",
+      throw CommError(format_text("{} stopped, waiting for the ranks that share its layers: {}",
                                   channels.mesh().name(channels.world().rank), *failure));
     }
   };

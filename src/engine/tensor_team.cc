@@ -7,11 +7,11 @@
 #include <ATen/ops/_unsafe_view.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
-#include <fmt/format.h>
 
 #include <algorithm>
 #include <mutex>
 
+#include "base/libraries/format.h"
 #include "base/log.h"
 #include "comm/group.h"
 #include "device/lane.h"
@@ -86,7 +86,7 @@ struct TensorTeam::Impl {
                          : nullptr) {
     if (size == 1 || host->holds_all() || world.rank != 0) return;
     log(LogLevel::warning,
-        fmt::format("tensor: ranks {} to {} share layers and not a host or its memory ({}): every "
+        format_text("tensor: ranks {} to {} share layers and not a host or its memory ({}): every "
                     "layer waits for the network; place as many ranks on each host as \"tensor\" says",
                     team.ranks().front(), team.ranks().back(), host->text()));
   }
@@ -239,20 +239,20 @@ void TensorTeam::serve(std::function<void()> meanwhile, std::shared_ptr<trace::R
 
 void check_mesh(const MeshSizes& sizes, int ranks) {
   const int rest = ranks / std::max(1, sizes.pipeline);
-  const std::string mesh = fmt::format("the mesh pipeline={} tensor={}{} over {} ranks is impossible: ", sizes.pipeline,
-                                       sizes.tensor, sizes.data ? fmt::format(" data={}", *sizes.data) : "", ranks);
+  const std::string mesh = format_text("the mesh pipeline={} tensor={}{} over {} ranks is impossible: ", sizes.pipeline,
+                                       sizes.tensor, sizes.data ? format_text(" data={}", *sizes.data) : "", ranks);
   if (sizes.pipeline < 1 || ranks % sizes.pipeline != 0) {
-    throw ConfigError(mesh + fmt::format("{} ranks do not divide into {} stages; take parallel.pipeline {}", ranks,
+    throw ConfigError(mesh + format_text("{} ranks do not divide into {} stages; take parallel.pipeline {}", ranks,
                                          sizes.pipeline, engine::nearest_divisors(sizes.pipeline, ranks)));
   }
   if (sizes.tensor < 1 || rest % sizes.tensor != 0) {
-    throw ConfigError(mesh + fmt::format("{} ranks{} do not divide into teams of {}; take parallel.tensor {}", rest,
+    throw ConfigError(mesh + format_text("{} ranks{} do not divide into teams of {}; take parallel.tensor {}", rest,
                                          sizes.pipeline > 1 ? " of each stage" : "", sizes.tensor,
                                          engine::nearest_divisors(sizes.tensor, rest)));
   }
   const int left = rest / sizes.tensor;
   if (!sizes.data || *sizes.data == left) return;
-  throw ConfigError(mesh + fmt::format("{} ranks are left for data; take parallel.data {}, or \"auto\"", left, left));
+  throw ConfigError(mesh + format_text("{} ranks are left for data; take parallel.data {}, or \"auto\"", left, left));
 }
 
 std::shared_ptr<const engine::Axes> tensor_axes(const MeshSizes& sizes, int ranks, std::vector<TensorSlice> slices,

@@ -3,10 +3,9 @@
 // Applies the bandwidth formulas of nccl-tests: bus bandwidth is what a link carries, whatever the number of ranks.
 #include "report/comms_table.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 
+#include "base/libraries/format.h"
 #include "base/log.h"
 #include "base/text.h"
 
@@ -53,7 +52,7 @@ void CommsTable::end(const trace::SpanRecord& span) noexcept {
     kind.latencies_ms[kind.next++ % kKept] = static_cast<float>(ms);
   }
   if (!config_.verbose) return;
-  log(LogLevel::info, fmt::format("comm op: {} | channel: {} | time (ms): {:.3f} | msg size: {} | step: {}",
+  log(LogLevel::info, format_text("comm op: {} | channel: {} | time (ms): {:.3f} | msg size: {} | step: {}",
                                   spelled(span.name), span.channel, ms, bytes_text(span.bytes), span.step));
 }
 
@@ -78,12 +77,12 @@ std::string CommsTable::text() const {
   std::string last;
   for (const CollectiveLine& line : lines()) {
     if (text.empty()) {
-      text = fmt::format("{:<20}{:<16}{:<8}{:<20}{:<20}{:<20}{:<20}", "Comm. Op", "Message Size", "Count",
+      text = format_text("{:<20}{:<16}{:<8}{:<20}{:<20}{:<20}{:<20}", "Comm. Op", "Message Size", "Count",
                          "Total Latency(ms)", "Avg Latency(ms)", "tput_avg (Gbps)", "busbw_avg (Gbps)");
     }
     if (line.operation != last) text += "\n" + line.operation;
     last = line.operation;
-    text += fmt::format("\n{:<20}{:<16}{:<8}{:<20.2f}{:<20.3f}{:<20.2f}{:<20.2f}", "", bytes_text(line.bytes),
+    text += format_text("\n{:<20}{:<16}{:<8}{:<20.2f}{:<20.3f}{:<20.2f}{:<20.2f}", "", bytes_text(line.bytes),
                         line.count, line.total_ms, line.mean_ms, line.algorithm_gbps, line.bus_gbps);
   }
   return text;

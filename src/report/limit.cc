@@ -3,10 +3,9 @@
 // Compares the shares of a step.
 #include "report/limit.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 
+#include "base/libraries/format.h"
 #include "base/text.h"
 
 namespace deeptide::report {
@@ -55,7 +54,7 @@ Shares shares_of(const LimitFacts& facts) {
   return shares;
 }
 
-std::string share_text(double part, double total) { return fmt::format("{:.0f} %", 100.0 * part / total); }
+std::string share_text(double part, double total) { return format_text("{:.0f} %", 100.0 * part / total); }
 
 /// Why a rank is late: what it does for longer than the others.
 std::string why_late(const LimitFacts& facts, size_t late) {
@@ -81,8 +80,8 @@ std::string why_late(const LimitFacts& facts, size_t late) {
     most = times[late].*part.time - middle;
     others = middle;
   }
-  return fmt::format("{} (others {:.3g} s): {}", fmt::format(fmt::runtime(worst->verb), times[late].*worst->time),
-                     others, worst->cure);
+  return format_text("{} (others {:.3g} s): {}",
+                     format_erased(worst->verb, fmt::make_format_args(times[late].*worst->time)), others, worst->cure);
 }
 
 LimitFound compute_limit(const LimitFacts& facts, const Shares& shares) {
@@ -93,10 +92,10 @@ LimitFound compute_limit(const LimitFacts& facts, const Shares& shares) {
   const bool is_memory = facts.memory_bound >= 0.0 && by_memory > kMemoryBound * shares.computing;
   found.limit = is_memory ? Limit::memory : Limit::compute;
   if (is_memory) {
-    found.text = fmt::format("{} of computing is in operators, and in the optimizer, that move more than they compute",
+    found.text = format_text("{} of computing is in operators, and in the optimizer, that move more than they compute",
                              share_text(by_memory, shares.computing));
     if (facts.triad > 0.0) {
-      found.text += fmt::format(" ({}/s of this machine's {}/s)", bytes_text(static_cast<int64_t>(facts.bytes_per_s)),
+      found.text += format_text(" ({}/s of this machine's {}/s)", bytes_text(static_cast<int64_t>(facts.bytes_per_s)),
                                 bytes_text(static_cast<int64_t>(facts.triad)));
     }
     found.text +=
@@ -104,7 +103,7 @@ LimitFound compute_limit(const LimitFacts& facts, const Shares& shares) {
     return found;
   }
   found.text = facts.flops_share >= 0.0
-                   ? fmt::format("computing at {:.0f} % of this machine's measured peak", 100.0 * facts.flops_share)
+                   ? format_text("computing at {:.0f} % of this machine's measured peak", 100.0 * facts.flops_share)
                    : std::string("computing");
   found.text += ": bf16, less recomputation, or more ranks";
   return found;
@@ -116,25 +115,25 @@ LimitFound other_limit(const LimitFacts& facts, const Shares& shares) {
   LimitFound found{.share = most / shares.total};
   if (most == shares.waiting && facts.has_stages) {
     found.limit = Limit::stages;
-    found.text = fmt::format(
+    found.text = format_text(
         "{:.3g} s of a step wait for other stages: engine.train_batch(), which overlaps them, with more "
         "gradient_accumulation_steps, or fewer stages",
         shares.waiting);
   } else if (most == shares.waiting) {
     found.limit = Limit::network;
-    found.text = fmt::format("{:.3g} s of a step wait for transfers between ranks", shares.waiting);
+    found.text = format_text("{:.3g} s of a step wait for transfers between ranks", shares.waiting);
     if (!facts.slow_link.empty()) found.text += "; slow " + facts.slow_link;
     found.text +=
         ": more gradient_accumulation_steps, communication_data_type bf16, or a lower stage where memory allows";
   } else if (most == shares.files) {
     found.limit = Limit::files;
-    found.text = fmt::format(
+    found.text = format_text(
         "{:.3g} s of a step wait for files: a smaller share on nvme (offload_optimizer.ratio, deeptide.placement), a "
         "larger buffer_count, or another drive in nvme_path ('deeptide bench io')",
         shares.files);
   } else {
     found.limit = Limit::data;
-    found.text = fmt::format(
+    found.text = format_text(
         "{:.3g} s of a step pass between step() and forward: more workers in the data loader, or less work of the "
         "program's own there",
         shares.data);
@@ -162,9 +161,9 @@ LimitFound find_limit(const LimitFacts& facts) {
   } else {
     found = other_limit(facts, shares);
   }
-  const std::string what = found.rank < 0 ? text(found.limit) : fmt::format("waiting for rank {}, which", found.rank);
+  const std::string what = found.rank < 0 ? text(found.limit) : format_text("waiting for rank {}, which", found.rank);
   found.text =
-      fmt::format("limited by {}{} {}; of a step's {:.3g} s: compute {}, {} {}, files {}, data {}", what,
+      format_text("limited by {}{} {}; of a step's {:.3g} s: compute {}, {} {}, files {}, data {}", what,
                   found.rank < 0 ? ":" : "", found.text, shares.total, share_text(shares.computing, shares.total),
                   text(facts.has_stages ? Limit::stages : Limit::network), share_text(shares.waiting, shares.total),
                   share_text(shares.files, shares.total), share_text(shares.data, shares.total));

@@ -3,12 +3,12 @@
 // Appends to the files of csv_monitor and deeptide.jsonl_monitor.
 #include "report/monitors.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <filesystem>
-#include <nlohmann/json.hpp>
 #include <stdexcept>
+
+#include "base/libraries/format.h"
+#include "base/libraries/nlohmann.h"
 
 namespace deeptide::report {
 namespace {
@@ -19,7 +19,7 @@ std::string make_folder(const char* section, const std::string& path, const std:
   std::filesystem::create_directories(folder, error);
   if (!error) return folder.string();
   throw std::runtime_error(
-      fmt::format("{}: cannot make the folder '{}': {}; set output_path to one that can be written", section,
+      format_text("{}: cannot make the folder '{}': {}; set output_path to one that can be written", section,
                   folder.string(), error.message()));
 }
 
@@ -36,7 +36,7 @@ void CsvFiles::write(const std::vector<MonitorEvent>& events) const {
     const bool is_new = !std::filesystem::exists(path);
     std::ofstream file(path, std::ios::app);
     if (is_new) file << "step," << event.name.substr(event.name.rfind('/') + 1) << "\n";
-    file << event.x << "," << fmt::format("{}", event.value) << "\n";
+    file << event.x << "," << format_text("{}", event.value) << "\n";
     file.close();
     if (!file) throw std::runtime_error("csv_monitor: cannot write '" + path + "'; check the folder and its space");
   }
@@ -47,7 +47,7 @@ RunRecord::RunRecord(const JsonlMonitorConfig& config)
       file_(path_, std::ios::app) {}
 
 void RunRecord::write(const nlohmann::json& line) {
-  file_ << line.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) << "\n" << std::flush;
+  file_ << write_json(line, -1, nlohmann::json::error_handler_t::replace) << "\n" << std::flush;
   if (file_) return;
   throw std::runtime_error("deeptide.jsonl_monitor: cannot write '" + path_ + "'; check the folder and its space");
 }

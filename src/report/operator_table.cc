@@ -1,12 +1,12 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Prints a profiled step of a program in C++: totals, then the operators that take longest.
-#include <fmt/format.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <fstream>
 
+#include "base/libraries/format.h"
 #include "base/log.h"
 #include "base/text.h"
 #include "report/reporter.h"
@@ -21,7 +21,7 @@ std::string scaled(double value, const char* unit) {
   static constexpr const char* kPrefixes[] = {"", "K", "M", "G", "T", "P"};
   size_t prefix = 0;
   for (; value >= 1000.0 && prefix + 1 < std::size(kPrefixes); ++prefix) value /= 1000.0;
-  return fmt::format("{:.2f} {}{}", value, kPrefixes[prefix], unit);
+  return format_text("{:.2f} {}{}", value, kPrefixes[prefix], unit);
 }
 
 std::string totals_of(const std::vector<OperatorUse>& uses, bool backward, const MachinePeak& peak) {
@@ -35,14 +35,14 @@ std::string totals_of(const std::vector<OperatorUse>& uses, bool backward, const
   const char* name = backward ? "bwd" : "fwd";
   const double flops = 2.0 * static_cast<double>(macs);
   std::string text =
-      fmt::format("\n{:<70}  {:<8}", fmt::format("{} MACs per GPU:", name), scaled(static_cast<double>(macs), "MACs"));
-  text += fmt::format("\n{:<70}  {:<8}", fmt::format("{} flops per GPU:", name), scaled(flops, ""));
-  text += fmt::format("\n{:<70}  {:<8}", fmt::format("{} latency of operators:", name),
-                      fmt::format("{:.2f} ms", 1e3 * seconds));
+      format_text("\n{:<70}  {:<8}", format_text("{} MACs per GPU:", name), scaled(static_cast<double>(macs), "MACs"));
+  text += format_text("\n{:<70}  {:<8}", format_text("{} flops per GPU:", name), scaled(flops, ""));
+  text += format_text("\n{:<70}  {:<8}", format_text("{} latency of operators:", name),
+                      format_text("{:.2f} ms", 1e3 * seconds));
   if (seconds <= 0.0) return text;
   text +=
-      fmt::format("\n{:<70}  {} ({:.1f} % of this machine's measured {})",
-                  fmt::format("{} FLOPS per GPU = flops per GPU / latency:", name), scaled(flops / seconds, "FLOPS"),
+      format_text("\n{:<70}  {} ({:.1f} % of this machine's measured {})",
+                  format_text("{} FLOPS per GPU = flops per GPU / latency:", name), scaled(flops / seconds, "FLOPS"),
                   100.0 * flops / seconds / peak.flops_per_s, scaled(peak.flops_per_s, "FLOPS"));
   return text;
 }
@@ -51,16 +51,16 @@ std::string totals_of(const std::vector<OperatorUse>& uses, bool backward, const
 
 void Reporter::write_profile(int64_t step, const std::vector<OperatorUse>& uses, const MachinePeak& peak) const {
   std::string text = "-------------------------- DeepSpeed Flops Profiler --------------------------";
-  text += fmt::format("\nProfile Summary at step {}:", step);
+  text += format_text("\nProfile Summary at step {}:", step);
   for (const bool backward : {false, true}) text += totals_of(uses, backward, peak);
   std::vector<OperatorUse> longest = uses;
   std::sort(longest.begin(), longest.end(),
             [](const OperatorUse& a, const OperatorUse& b) { return a.seconds > b.seconds; });
   if (config_.flops_profiler().detailed)
-    text += fmt::format("\n{:<58}{:>8}{:>14}{:>14}{:>12}", "operator", "calls", "MACs", "moved", "ms");
+    text += format_text("\n{:<58}{:>8}{:>14}{:>14}{:>12}", "operator", "calls", "MACs", "moved", "ms");
   for (size_t i = 0; config_.flops_profiler().detailed && i < std::min(longest.size(), kMostShown); ++i) {
     const OperatorUse& use = longest[i];
-    text += fmt::format("\n{:<58}{:>8}{:>14}{:>14}{:>12.3f}", use.name + (use.backward ? " (backward)" : ""), use.calls,
+    text += format_text("\n{:<58}{:>8}{:>14}{:>14}{:>12.3f}", use.name + (use.backward ? " (backward)" : ""), use.calls,
                         scaled(static_cast<double>(use.macs), ""), bytes_text(use.bytes), 1e3 * use.seconds);
   }
   const auto& path = config_.flops_profiler().output_file;

@@ -3,13 +3,12 @@
 // Decides what listens, and when lines and files are written.
 #include "report/reporter.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <cmath>
-#include <nlohmann/json.hpp>
 #include <utility>
 
+#include "base/libraries/format.h"
+#include "base/libraries/nlohmann.h"
 #include "base/log.h"
 #include "base/text.h"
 #include "trace/flight_log.h"
@@ -221,7 +220,7 @@ void Reporter::write_breakdown() const {
   if (config_.report().wall_clock_breakdown) {
     const StepTimes mean = over(own_window_, own_window_steps_);
     log(LogLevel::info,
-        fmt::format(
+        format_text(
             "time (ms) | fwd: {:.2f} | bwd: {:.2f} | bwd_inner: {:.2f} | bwd_allreduce: {:.2f} | step: {:.2f} | "
             "data: {:.2f} | waiting: {:.2f} | files: {:.2f} | optimizer: {:.2f}",
             1e3 * mean.forward, 1e3 * mean.backward, 1e3 * (mean.backward - mean.backward_waiting),
@@ -232,7 +231,7 @@ void Reporter::write_breakdown() const {
   if (!config_.report().memory_breakdown) return;
   std::string text;
   for (const MemoryLine& line : place_.memory()) {
-    text += fmt::format("{}{}: {} (forecast {})", text.empty() ? "memory at most | " : " | ", deeptide::text(line.role),
+    text += format_text("{}{}: {} (forecast {})", text.empty() ? "memory at most | " : " | ", deeptide::text(line.role),
                         bytes_text(line.measured_bytes + line.measured_off_device_bytes),
                         bytes_text(line.predicted_bytes + line.off_device_bytes));
   }
@@ -273,7 +272,7 @@ std::string Reporter::late_text() const {
   std::string text;
   for (size_t i = 0; i < window_.size() && window_steps_ > 0; ++i) {
     const StepTimes mean = over(window_[i], window_steps_);
-    text += fmt::format("\nrank {}: waits {:.2f} ms of a step's {:.2f} ms", place_.ranks[i], 1e3 * mean.waiting,
+    text += format_text("\nrank {}: waits {:.2f} ms of a step's {:.2f} ms", place_.ranks[i], 1e3 * mean.waiting,
                         1e3 * mean.total);
   }
   return text;

@@ -6,8 +6,9 @@
 
 #include <filesystem>
 #include <fstream>
-#include <nlohmann/json.hpp>
 #include <stdexcept>
+
+#include "base/libraries/nlohmann.h"
 
 namespace deeptide::report {
 
@@ -61,7 +62,7 @@ std::string Timeline::write(const std::string& folder) const {
   const json all = {{"traceEvents", std::move(events)},
                     {"displayTimeUnit", "ms"},
                     {"deeptide", {{"rank", rank_}, {"world", world_}, {"clock", clock_}, {"exchanges", exchanges_}}}};
-  file << all.dump();
+  file << write_json(all);
   file.close();
   if (!file) throw std::runtime_error("deeptide.timeline: cannot write '" + path + "'; check the folder and its space");
   return path;

@@ -3,11 +3,10 @@
 // Lends blocks out of staging memory.
 #include "tiers/file_store.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 
 #include "base/invariant.h"
+#include "base/libraries/format.h"
 
 namespace deeptide::tiers {
 
@@ -99,7 +98,7 @@ std::string split_text(int64_t bytes_in_memory, int64_t bytes_in_files, const Sw
   const int64_t all = bytes_in_memory + bytes_in_files;
   const double share = all == 0 ? 0.0 : 100.0 * static_cast<double>(bytes_in_files) / static_cast<double>(all);
   constexpr double kMiB = 1 << 20;
-  return fmt::format(
+  return format_text(
       "{:.1f} % in memory ({:.1f} MiB), {:.1f} % in files of {} ({:.1f} MiB, {}, {}), through {:.1f} MiB",
       100.0 - share, static_cast<double>(bytes_in_memory) / kMiB, share, folders,
       static_cast<double>(bytes_in_files) / kMiB, staging.queue_name(),

@@ -3,7 +3,6 @@
 // Keeps failure reports in the world's store.
 #include "world/failure_board.h"
 
-#include <fmt/format.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -12,6 +11,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
+#include "base/libraries/format.h"
 #include "base/text.h"
 
 namespace deeptide::world {
@@ -156,7 +156,7 @@ std::optional<std::string> FailureBoard::failure(const std::string& own_place) n
     if (!report || !store_->check({prefix_ + "/broken"})) {
       // A rank that ended in good order keeps nobody waiting.
       if (const auto error = earliest_error(grace_)) {
-        return *error + fmt::format(", and has not gone on within {:g} s (\"deeptide\": {{\"error_grace\": seconds}})",
+        return *error + format_text(", and has not gone on within {:g} s (\"deeptide\": {{\"error_grace\": seconds}})",
                                     std::chrono::duration<double>(grace_).count());
       }
     }

@@ -7,6 +7,7 @@
 #include <limits>
 #include <string>
 
+#include "base/libraries/nlohmann.h"
 #include "deeptide/errors.h"
 
 namespace deeptide::checkpoint {
@@ -29,7 +30,7 @@ int64_t integer_of(const Json& value, const std::string& path) {
 template <typename Json>
 std::string dump_text(const Json& value, int indent = -1) {
   try {
-    return value.dump(indent);
+    return write_json(value, indent);
   } catch (const typename Json::exception& error) {
     throw CheckpointError(std::string("cannot save a name or a state that is not UTF-8: ") + error.what());
   }

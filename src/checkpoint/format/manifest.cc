@@ -4,9 +4,9 @@
 #include "checkpoint/format/manifest.h"
 
 #include <algorithm>
-#include <nlohmann/json.hpp>
 #include <set>
 
+#include "base/libraries/nlohmann.h"
 #include "checkpoint/format/checkpoint_paths.h"
 #include "checkpoint/format/json_field.h"
 #include "checkpoint/format/safetensors.h"
@@ -232,7 +232,7 @@ void decode_header_hashes(const ordered_json& value, ManifestTable& table, const
 template <typename Decode>
 auto parse(const std::string& text, const std::string& path, Decode decode) {
   try {
-    const ordered_json value = ordered_json::parse(text);
+    const ordered_json value = read_json<ordered_json>(text);
     if (!value.is_object()) malformed(path, "it is not a JSON object");
     return decode(value);
   } catch (const ordered_json::exception& error) {

@@ -6,10 +6,10 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
-#include <nlohmann/json.hpp>
 #include <tuple>
 #include <utility>
 
+#include "base/libraries/nlohmann.h"
 #include "checkpoint/format/json_field.h"
 
 namespace deeptide::checkpoint {
@@ -67,7 +67,7 @@ Entry decode_entry(const json& value, const std::string& path) {
   int64_t bytes;
   if (__builtin_mul_overflow(numel_of(entry.shape, path), element_bytes(entry.dtype), &bytes) || entry.begin < 0 ||
       entry.end < entry.begin || entry.end - entry.begin != bytes) {
-    malformed(path, "data_offsets " + offsets.dump() + " do not fit shape " + value.at("shape").dump());
+    malformed(path, "data_offsets " + write_json(offsets) + " do not fit shape " + write_json(value.at("shape")));
   }
   return entry;
 }
@@ -149,7 +149,7 @@ Header read_header(const File& file) {
   Header header;
   header.data_offset = kLengthBytes + static_cast<int64_t>(length);
   try {
-    const json parsed = json::parse(text);
+    const json parsed = read_json(text);
     if (!parsed.is_object()) malformed(path, "its header is not a JSON object");
     for (const auto& [key, value] : parsed.items()) {
       if (key == "__metadata__") {

@@ -5,10 +5,10 @@
 
 #include <algorithm>
 #include <memory>
-#include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
 
+#include "base/libraries/nlohmann.h"
 #include "base/log.h"
 #include "checkpoint/format/json_field.h"
 #include "checkpoint/imports/deepspeed_tensors.h"
@@ -199,7 +199,7 @@ Manifest deepspeed_manifest(const DeepspeedFolder& folder, const TorchFile& mode
   if (const json scale = loss_scale_of(saved); !scale.is_null()) state["loss_scale"] = scale;
   if (config != nullptr) {
     PlainState plain(model);
-    if (plain.add("config", *config)) state["config"] = plain.values["config"].dump();
+    if (plain.add("config", *config)) state["config"] = write_json(plain.values["config"]);
   }
   const auto world = static_cast<int>(std::clamp<int64_t>(count_or(model, &root, "dp_world_size", 1), 1, 1 << 20));
   return {kManifestVersion, world, dump_text(state), client_state(folder, model)};

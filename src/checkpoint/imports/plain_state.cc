@@ -65,7 +65,7 @@ std::optional<std::string> bytes_of(const PickleValue& value) {
 
 bool is_utf8(const std::string& text) {
   try {
-    json(text).dump();
+    write_json(json(text));
     return true;
   } catch (const json::exception&) {
     return false;

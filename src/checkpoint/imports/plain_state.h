@@ -3,10 +3,10 @@
 // Values of a torch file as JSON: what JSON cannot say is noted beside it, so that Python gets back what was saved.
 #pragma once
 
-#include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
+#include "base/libraries/nlohmann.h"
 #include "checkpoint/imports/archives/torch_file.h"
 
 namespace deeptide::checkpoint {

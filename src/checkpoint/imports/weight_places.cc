@@ -5,11 +5,11 @@
 
 #include <cstring>
 #include <filesystem>
-#include <nlohmann/json.hpp>
 #include <set>
 #include <tuple>
 #include <utility>
 
+#include "base/libraries/nlohmann.h"
 #include "checkpoint/format/json_field.h"
 #include "checkpoint/format/safetensors.h"
 #include "checkpoint/imports/foreign_table.h"
@@ -77,7 +77,7 @@ Tensors tensors_of_file(const std::string& path) {
 std::map<std::string, std::string> files_of_index(const std::string& path) {
   std::map<std::string, std::string> files;
   try {
-    const auto index = nlohmann::json::parse(read_text(path));
+    const auto index = read_json(read_text(path));
     for (const auto& [name, file] : index.at("weight_map").items()) {
       const auto text = file.get<std::string>();
       if (text.empty() || text.find('/') != std::string::npos) {

@@ -5,9 +5,9 @@
 #include <filesystem>
 #include <iterator>
 #include <memory>
-#include <nlohmann/json.hpp>
 #include <optional>
 
+#include "base/libraries/nlohmann.h"
 #include "checkpoint/format/checkpoint_paths.h"
 #include "checkpoint/format/file_io.h"
 #include "checkpoint/load/extent_reader.h"
@@ -157,7 +157,7 @@ std::string find_folder(const std::string& directory, const std::string& tag) {
 }
 
 int64_t global_steps_of(const Manifest& manifest) {
-  const auto state = nlohmann::json::parse(manifest.state_json, nullptr, false);
+  const auto state = try_read_json(manifest.state_json);
   const bool known = state.is_object() && state.contains("global_steps") && state["global_steps"].is_number_integer();
   return known ? state["global_steps"].get<int64_t>() : -1;
 }

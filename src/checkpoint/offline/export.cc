@@ -3,8 +3,8 @@
 // Exports weights: chooses files, writes them, then the index.
 #include <algorithm>
 #include <cstdio>
-#include <nlohmann/json.hpp>
 
+#include "base/libraries/nlohmann.h"
 #include "checkpoint/format/file_io.h"
 #include "checkpoint/format/json_field.h"
 #include "checkpoint/offline/writers/file_writer.h"

@@ -3,8 +3,8 @@
 // config_json_schema: the table as a JSON Schema, draft 2020-12.
 #include <algorithm>
 #include <cctype>
-#include <nlohmann/json.hpp>
 
+#include "base/libraries/nlohmann.h"
 #include "config/publish/publish.h"
 #include "deeptide/config.h"
 
@@ -20,7 +20,7 @@ using nlohmann::ordered_json;
 /// How closely the keys of a section are checked, as in validate.cc.
 enum class Check : uint8_t { all, types, names };
 
-ordered_json as_json(const JsonValue& value) { return ordered_json::parse(to_text(value)); }
+ordered_json as_json(const JsonValue& value) { return read_json<ordered_json>(to_text(value)); }
 
 const char* type_name(Kind kind) {
   switch (kind) {
@@ -235,7 +235,7 @@ std::string config_json_schema() {
   root["type"] = "object";
   add_properties(config::schema().keys, Check::all, root);
   close_object(root);
-  return root.dump(1) + "\n";
+  return write_json(root, 1) + "\n";
 }
 
 }  // namespace deeptide

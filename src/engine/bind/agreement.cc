@@ -5,14 +5,13 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
-#include <fmt/format.h>
-#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <cstring>
 #include <map>
-#include <nlohmann/json.hpp>
 
+#include "base/libraries/format.h"
+#include "base/libraries/nlohmann.h"
 #include "base/sha256.h"
 #include "deeptide/version.h"
 
@@ -35,11 +34,11 @@ bool may_differ(const std::string& key) {
 }
 
 void add_config(const Config& config, std::vector<std::string>& terms) {
-  const json parsed = json::parse(config.text(), nullptr, /*allow_exceptions=*/false, /*ignore_comments=*/true);
+  const json parsed = try_read_json(config.text(), /*comments=*/true);
   if (parsed.is_discarded()) return terms.push_back("configuration " + config.text());
   const json leaves = parsed.flatten();
   for (const auto& [key, value] : leaves.items()) {
-    if (!may_differ(key)) terms.push_back("configuration key " + key + ": " + value.dump());
+    if (!may_differ(key)) terms.push_back("configuration key " + key + ": " + write_json(value));
   }
 }
 
@@ -99,17 +98,17 @@ std::vector<std::string> terms_of(const ModelDescription& model, const std::vect
         std::make_pair(static_cast<const void*>(tensor.storage().unsafeGetStorageImpl()), tensor.storage_offset());
     const std::string& tied_to = tensor.numel() > 0 ? first_name.emplace(place, name).first->second : name;
     const auto group = group_of.find(name);
-    terms.push_back(fmt::format("parameter '{}' of shape [{}], {}, {}{}{}", name, fmt::join(tensor.sizes(), ", "),
+    terms.push_back(format_text("parameter '{}' of shape [{}], {}, {}{}{}", name, join_text(tensor.sizes(), ", "),
                                 c10::toString(tensor.scalar_type()), tensor.requires_grad() ? "trainable" : "frozen",
-                                group == group_of.end() ? "" : fmt::format(", in group {}", group->second),
-                                tied_to == name ? "" : fmt::format(", tied to '{}'", tied_to)));
+                                group == group_of.end() ? "" : format_text(", in group {}", group->second),
+                                tied_to == name ? "" : format_text(", tied to '{}'", tied_to)));
   }
   for (size_t g = 0; g < groups.size(); ++g) {
     const Hyperparameters& hyper = groups[g].hyperparameters;
     if (!hyper.optimizer()) continue;
-    std::string text = fmt::format("optimizer group {} ({})", g, hyper.optimizer()->name);
+    std::string text = format_text("optimizer group {} ({})", g, hyper.optimizer()->name);
     for (const auto& info : hyper.optimizer()->hyperparameters) {
-      text += fmt::format(" {}={}", info.name, hyper.get(info.name));
+      text += format_text(" {}={}", info.name, hyper.get(info.name));
     }
     terms.push_back(text);
   }

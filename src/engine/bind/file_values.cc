@@ -5,7 +5,6 @@
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
-#include <fmt/format.h>
 
 #include <algorithm>
 #include <cstring>
@@ -13,6 +12,7 @@
 #include <sstream>
 #include <string>
 
+#include "base/libraries/format.h"
 #include "base/sha256.h"
 #include "deferred/memory.h"
 
@@ -32,7 +32,7 @@ class FilePages {
     if (ranges_.empty()) read();  // an engine whose model has values needs none
     const auto at = reinterpret_cast<uint64_t>(address);
     for (const Range& range : ranges_) {
-      if (at >= range.begin && at < range.end) return fmt::format("{} {}", range.name, range.offset + at - range.begin);
+      if (at >= range.begin && at < range.end) return format_text("{} {}", range.name, range.offset + at - range.begin);
     }
     return "";
   }
@@ -80,7 +80,7 @@ std::string sources_text(const Unit& unit, FilePages& pages) {
     const Tensor source = deferred::source_of(tensor);
     const std::string place = source.defined() && source.is_contiguous() ? pages.place_of(source.const_data_ptr()) : "";
     if (place.empty()) return "";
-    text += fmt::format("{} {} {} {}\n", place, source.nbytes(), c10::toString(source.scalar_type()),
+    text += format_text("{} {} {} {}\n", place, source.nbytes(), c10::toString(source.scalar_type()),
                         c10::toString(tensor.scalar_type()));
   }
   return has_places ? text : "";

@@ -3,9 +3,7 @@
 // Compares a fresh description with the bound parameters.
 #include "engine/bind/live_model.h"
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
-
+#include "base/libraries/format.h"
 #include "base/log.h"
 #include "sharding/gate.h"
 
@@ -21,20 +19,20 @@ std::vector<NamedTensor> LooseTensors::all() const {
 std::vector<std::string> LooseTensors::terms() const {
   std::vector<std::string> lines;
   for (const LateTie& tie : tied) {
-    lines.push_back(fmt::format("parameter '{}', which is '{}' now", tie.name, tie.to.parameter->name));
+    lines.push_back(format_text("parameter '{}', which is '{}' now", tie.name, tie.to.parameter->name));
   }
   const auto text_of = [](const NamedTensor& now, const char* what) {
-    return fmt::format("{} of shape [{}], {}", what, fmt::join(now.tensor.sizes(), ", "),
+    return format_text("{} of shape [{}], {}", what, join_text(now.tensor.sizes(), ", "),
                        c10::toString(now.tensor.scalar_type()));
   };
   for (const NamedTensor& now : replaced) {
     lines.push_back(
-        fmt::format("parameter '{}', which is another tensor than at initialize, {}", now.name, text_of(now, "one")));
+        format_text("parameter '{}', which is another tensor than at initialize, {}", now.name, text_of(now, "one")));
   }
   for (const auto* tensors : {&buffers, &added}) {
     for (const NamedTensor& now : *tensors) {
       if (!sharding::has_gate_key(now.tensor)) continue;
-      lines.push_back(fmt::format("'{}', {}", now.name, text_of(now, "a view of a sharded parameter")));
+      lines.push_back(format_text("'{}', {}", now.name, text_of(now, "a view of a sharded parameter")));
     }
   }
   return lines;

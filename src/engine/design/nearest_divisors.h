@@ -3,9 +3,9 @@
 // Names the sizes of an axis that are possible, for errors about one that is not.
 #pragma once
 
-#include <fmt/format.h>
-
 #include <string>
+
+#include "base/libraries/format.h"
 
 namespace deeptide::engine {
 
@@ -17,7 +17,7 @@ inline std::string nearest_divisors(int wanted, int ranks) {
     if (each < wanted) below = each;
     if (each > wanted && each < above) above = each;
   }
-  return wanted >= ranks || below == above ? std::to_string(ranks) : fmt::format("{} or {}", below, above);
+  return wanted >= ranks || below == above ? std::to_string(ranks) : format_text("{} or {}", below, above);
 }
 
 }  // namespace deeptide::engine

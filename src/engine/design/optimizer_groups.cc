@@ -3,11 +3,10 @@
 // Splits Muon's parameters, and compares hyper-parameters with their ranges.
 #include "engine/design/optimizer_groups.h"
 
-#include <fmt/format.h>
-
 #include <cmath>
 #include <map>
 
+#include "base/libraries/format.h"
 #include "optim/rules/two_pass_rule.h"
 
 namespace deeptide::engine {
@@ -58,10 +57,10 @@ std::vector<ParameterGroup> muon_groups(const ModelDescription& model, const Opt
 
 std::string range_text(const HyperparameterInfo& info) {
   if (info.highest) {
-    return fmt::format("a number in [{:g}, {:g}{}", info.lowest.value_or(-INFINITY), *info.highest,
+    return format_text("a number in [{:g}, {:g}{}", info.lowest.value_or(-INFINITY), *info.highest,
                        info.highest_excluded ? ")" : "]");
   }
-  return info.lowest ? fmt::format("a number of at least {:g}", *info.lowest) : "a finite number";
+  return info.lowest ? format_text("a number of at least {:g}", *info.lowest) : "a finite number";
 }
 
 bool fits(double value, const HyperparameterInfo& info) {

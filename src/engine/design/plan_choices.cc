@@ -1,13 +1,12 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Plans each stage and placement, and compares it with what a machine has left.
-#include <fmt/format.h>
-#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <map>
-#include <nlohmann/json.hpp>
 
+#include "base/libraries/format.h"
+#include "base/libraries/nlohmann.h"
 #include "base/text.h"
 #include "deeptide/errors.h"
 #include "deeptide/plan.h"
@@ -27,11 +26,11 @@ struct Setting {
 /// From the fastest to the smallest.
 std::vector<Setting> settings_for(const std::vector<std::string>& folders) {
   std::vector<Setting> settings;
-  for (int stage = 0; stage < 4; ++stage) settings.push_back({fmt::format("stage {}", stage), {{"stage", stage}}, {}});
+  for (int stage = 0; stage < 4; ++stage) settings.push_back({format_text("stage {}", stage), {{"stage", stage}}, {}});
   if (folders.empty()) return settings;
   const json files = {{"device", "nvme"}, {"nvme_path", folders}};
   for (int stage = 1; stage < 4; ++stage) {
-    settings.push_back({fmt::format("stage {}, optimizer states in files", stage),
+    settings.push_back({format_text("stage {}, optimizer states in files", stage),
                         {{"stage", stage}, {"offload_optimizer", files}},
                         {}});
   }
@@ -67,7 +66,7 @@ std::string why_disks_are_full(int64_t file_bytes, const std::vector<FolderSpace
     const auto share = static_cast<double>(on_it.size()) / static_cast<double>(folders.size());
     const auto needed = static_cast<int64_t>(static_cast<double>(file_bytes) * share);
     if (needed <= on_it.front()->free_bytes) continue;
-    return fmt::format("files take {} of {}, which has {} free", bytes_text(needed), on_it.front()->folder,
+    return format_text("files take {} of {}, which has {} free", bytes_text(needed), on_it.front()->folder,
                        bytes_text(on_it.front()->free_bytes));
   }
   return folders.empty() ? "no folder for files is known" : "";
@@ -95,7 +94,7 @@ int64_t MemoryPlan::host_file_bytes() const {
 
 std::string why_not(const MemoryPlan& plan, const MachineLimits& machine) {
   if (plan.host_bytes() > machine.memory_bytes) {
-    return fmt::format("the ranks of a host take {}, and {} leaves {}", bytes_text(plan.host_bytes()), machine.bound,
+    return format_text("the ranks of a host take {}, and {} leaves {}", bytes_text(plan.host_bytes()), machine.bound,
                        bytes_text(machine.memory_bytes));
   }
   return why_disks_are_full(plan.host_file_bytes(), machine.folders);
@@ -108,8 +107,8 @@ std::vector<PlanChoice> plan_choices(const ModelDescription& model, const Config
   std::vector<PlanChoice> choices;
   for (const Setting& setting : settings_for(folders)) {
     try {
-      PlanChoice choice{.name = setting.name, .sections = sections_of(setting).dump()};
-      choice.plan = plan(model, config.with(patch_of(setting).dump()), options, world);
+      PlanChoice choice{.name = setting.name, .sections = write_json(sections_of(setting))};
+      choice.plan = plan(model, config.with(write_json(patch_of(setting))), options, world);
       choice.why_not = why_not(choice.plan, machine);
       choices.push_back(std::move(choice));
     } catch (const ConfigError&) {  // this optimizer or option does not go with it

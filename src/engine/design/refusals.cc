@@ -3,13 +3,12 @@
 // Rows in the order in which a start met them.
 #include "engine/design/refusals.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <cmath>
 #include <string>
 #include <vector>
 
+#include "base/libraries/format.h"
 #include "deeptide/errors.h"
 #include "engine/design/choices.h"
 
@@ -36,8 +35,8 @@ std::vector<Refusal> of_parameters(const Config& config, const ModelFacts& model
   const bool placed = wants_files(placement.parameters) || (!model.device.is_cpu() && placement.parameters_on_device);
   const bool elsewhere = places_parameters(config, model.device);
   const std::string subject =
-      placed ? fmt::format("deeptide.placement.parameters {} ", in_files ? "in files" : "off the device")
-             : fmt::format("zero_optimization.offload_param.device \"{}\" ", in_files ? "nvme" : "cpu");
+      placed ? format_text("deeptide.placement.parameters {} ", in_files ? "in files" : "off the device")
+             : format_text("zero_optimization.offload_param.device \"{}\" ", in_files ? "nvme" : "cpu");
   const bool splits_states =
       placement.optimizer_states || measures_ratio(config) || share_on_host(config, model.device) != 1.0;
   return {
@@ -45,7 +44,7 @@ std::vector<Refusal> of_parameters(const Config& config, const ModelFacts& model
        subject + "needs stage 3, where each rank keeps a shard of the parameters; the stage is ",
        std::to_string(config.zero().stage)},
       {elsewhere && !model.device.is_cpu() && rule && config.runtime().packed_states && splits_states,
-       fmt::format("deeptide.packed_states with parameters off {} needs offload_optimizer with a ratio of 1: what the "
+       format_text("deeptide.packed_states with parameters off {} needs offload_optimizer with a ratio of 1: what the "
                    "device steps has whole masters there. ",
                    model.device.str()),
        "Set packed_states to false, or let the host step all"},
@@ -66,7 +65,7 @@ std::vector<Refusal> of_host_steps(const Config& config, const ModelFacts& model
   const bool placed = config.placement().optimizer_states.has_value();
   const bool in_two_places = placed || measures_ratio(config) || config.offload_optimizer().ratio < 1.0;
   const std::string subject =
-      fmt::format("{} on {} does not go with ",
+      format_text("{} on {} does not go with ",
                   placed ? "deeptide.placement.optimizer_states off the device" : "zero_optimization.offload_optimizer",
                   model.device.str());
   const std::string or_else = placed ? ", or give the device \"100%\"" : ", or set the section's device to \"none\"";
@@ -95,7 +94,7 @@ std::vector<Refusal> of_state_types(const Config& config, const ModelFacts& mode
       "is for optimizers that step each element by itself: Adam, AdamW, SGD, Lion, Adagrad, RMSprop; " + rule.name();
   std::vector<Refusal> table{
       {precision.rounds_masters() && !elementwise,
-       fmt::format("{} {} needs fp32 masters. ",
+       format_text("{} {} needs fp32 masters. ",
                    precision.fp16 ? "fp16.fp16_master_weights_and_grads" : "bf16.bf16_master_weights_and_grads",
                    elements),
        "Set it to false, or choose one of them"},
@@ -169,10 +168,10 @@ void refuse_stages(const Config& config, const optim::Rule* rule) {
 void refuse(const Config& config, const ModelFacts& model, const optim::Rule* rule) {
   const int64_t stage = config.zero().stage;
   check(config, {{wants_files(config.placement().gradients) && !model.device.is_cpu(),
-                  fmt::format("deeptide.placement.gradients in files is not supported yet on {}; ", model.device.str()),
+                  format_text("deeptide.placement.gradients in files is not supported yet on {}; ", model.device.str()),
                   "give the host's memory, \"cpu\", what the device does not have"},
                  {stage > 0 && keeps_whole_states(rule),
-                  fmt::format("zero_optimization.stage is {}, but {} needs stage 0: each rank steps whole parameters, "
+                  format_text("zero_optimization.stage is {}, but {} needs stage 0: each rank steps whole parameters, "
                               "with a momentum of its own gradients. ",
                               stage, rule ? rule->name() : ""),
                   "Set the stage to 0, or choose another optimizer"}});
@@ -190,7 +189,7 @@ void refuse_axes(const Config& config, const Topology& topology, const optim::Ru
 
 void refuse(const Config& config, const ModelFacts& model, const optim::Rule& rule, const Outcome& outcome) {
   const bool leave = outcome.gradients_share > 0.0, uses_host = outcome.states_share > 0.0;
-  const std::string subject = fmt::format("deeptide.placement.gradients off {} does not go with ", model.device.str());
+  const std::string subject = format_text("deeptide.placement.gradients off {} does not go with ", model.device.str());
   const std::string or_else = ", or give the device \"100%\"";
   check(config,
         {{leave && !outcome.steps_shard,
@@ -202,7 +201,7 @@ void refuse(const Config& config, const ModelFacts& model, const optim::Rule& ru
           "add offload_optimizer" + or_else},
          {leave && uses_host &&
               (measures_ratio(config) || std::abs(outcome.gradients_share - outcome.states_share) > 1e-9),
-          subject + fmt::format("optimizer states of which the host steps {:g} %, and takes these gradients; ",
+          subject + format_text("optimizer states of which the host steps {:g} %, and takes these gradients; ",
                                 100.0 * outcome.states_share),
           "leave the placement out" + or_else},
          {outcome.states_in_files && config.runtime().on_skipped == OnSkipped::rewind,

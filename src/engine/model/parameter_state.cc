@@ -4,11 +4,11 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros_like.h>
-#include <fmt/format.h>
 
 #include <algorithm>
 
 #include "base/digest.h"
+#include "base/libraries/format.h"
 #include "engine/engine_impl.h"
 
 namespace deeptide {
@@ -189,7 +189,7 @@ void Engine::Impl::broadcast(const Tensor& values, int source) {
   // The channel wants contiguous memory on the engine's device.
   const Tensor sent = values.to(model.device()).contiguous();
   auto pending = channels.gathers().broadcast(sent, source);
-  channels.gathers().wait(pending, {"writing parameters", fmt::format("broadcasting rank {}'s values", source)});
+  channels.gathers().wait(pending, {"writing parameters", format_text("broadcasting rank {}'s values", source)});
   if (!sent.is_same(values)) const_cast<Tensor&>(values).copy_(sent);
 }
 

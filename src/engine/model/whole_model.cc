@@ -8,9 +8,9 @@
 
 #include <algorithm>
 #include <map>
-#include <nlohmann/json.hpp>
 #include <tuple>
 
+#include "base/libraries/nlohmann.h"
 #include "engine/engine_impl.h"
 #include "engine/step/across_stages.h"
 #include "sharding/tensor_slices.h"
@@ -30,8 +30,8 @@ std::vector<std::vector<Listed>> lists_of_stages(engine::Stages* stages, const s
   for (const Listed& each : own) text.push_back({each.name, static_cast<int>(each.dtype), each.shape});
   std::vector<std::vector<Listed>> lists;
   using Row = std::tuple<std::string, int, std::vector<int64_t>>;
-  for (const std::string& theirs : engine::texts_of_stages(*stages, text.dump(), "listing what stages export")) {
-    const auto rows = nlohmann::json::parse(theirs).get<std::vector<Row>>();
+  for (const std::string& theirs : engine::texts_of_stages(*stages, write_json(text), "listing what stages export")) {
+    const auto rows = read_json(theirs).get<std::vector<Row>>();
     std::vector<Listed>& list = lists.emplace_back();
     for (const auto& [name, dtype, shape] : rows) list.push_back({name, static_cast<at::ScalarType>(dtype), shape});
   }

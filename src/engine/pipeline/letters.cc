@@ -5,10 +5,11 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
-#include <fmt/format.h>
 
 #include <algorithm>
 #include <array>
+
+#include "base/libraries/format.h"
 
 namespace deeptide::engine {
 namespace {
@@ -18,7 +19,7 @@ constexpr int64_t kDefined = 1, kNeedsGradient = 2, kOnDevice = 4;
 
 std::string text(const Subject& subject) {
   static constexpr std::array kKinds = {"activation", "gradient", "tied weight", "tied gradient"};
-  return fmt::format("{} {} of micro-batch {} in step {}", kKinds.at(static_cast<size_t>(subject.kind)), subject.number,
+  return format_text("{} {} of micro-batch {} in step {}", kKinds.at(static_cast<size_t>(subject.kind)), subject.number,
                      subject.micro_batch, subject.step);
 }
 
@@ -125,7 +126,7 @@ Activations Letters::receive(const Subject& subject, int from) {
     auto [got, tensors] = next(from);
     if (got == subject) return std::move(tensors);
     if (!mixes_ || got.step != subject.step || due_[from] < 1) {
-      throw std::runtime_error(fmt::format(
+      throw std::runtime_error(format_text(
           "stage {} expected {} from stage {}, and got {}: the stages' programs differ; call train_batch and "
           "eval_batch alike on all ranks",
           stage_.index(), text(subject), from, text(got)));

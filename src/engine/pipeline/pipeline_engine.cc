@@ -1,11 +1,11 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Takes a step's micro-batches, runs this stage, and tells every stage the loss.
-#include <fmt/format.h>
 
 #include <numeric>
 
 #include "base/json.h"
+#include "base/libraries/format.h"
 #include "deeptide/binding.h"
 #include "deeptide/pipeline.h"
 #include "engine/pipeline/stage_run.h"
@@ -22,7 +22,7 @@ PipelineSchedule chosen_schedule(const Config& config, const PipelineModule& mod
   const auto asked = [&](const char* key, const JsonValue& value, int is) {
     if (value.is(JsonKind::null) || value.number == is) return;
     throw ConfigError(
-        fmt::format("parallel.{} is {}, and the PipelineModule has {}; leave the key out", key, value.number, is));
+        format_text("parallel.{} is {}, and the PipelineModule has {}; leave the key out", key, value.number, is));
   };
   asked("pipeline", pipeline.find("stages")->value, model.num_stages());
   asked("chunks", section.find("chunks")->value, model.num_chunks());
@@ -39,7 +39,7 @@ PipelineSchedule chosen_schedule(const Config& config, const PipelineModule& mod
   const bool is_chunked = model.num_chunks() > 1;
   if ((is_chunked && name == "gpipe") || (!is_chunked && name == "interleaved" && model.num_stages() > 1)) {
     throw ConfigError(
-        fmt::format("parallel.schedule is \"{}\", and the PipelineModule has {} chunks on each stage: those of one "
+        format_text("parallel.schedule is \"{}\", and the PipelineModule has {} chunks on each stage: those of one "
                     "chunk run by 1f1b or gpipe, others interleaved; build it with another number, or leave the key "
                     "out",
                     name, model.num_chunks()));

@@ -3,15 +3,17 @@
 // Cuts a list of layers into stages, and makes those of this rank's.
 #include <ATen/Context.h>
 #include <ATen/core/Generator.h>
-#include <fmt/format.h>
 
 #include <algorithm>
 #include <numeric>
+#include <span>
 
+#include "base/libraries/format.h"
 #include "deeptide/errors.h"
 #include "deeptide/pipeline.h"
 #include "deeptide/pipeline_partition.h"
 #include "deeptide/pipeline_stage.h"
+#include "deeptide/recompute.h"
 #include "deeptide/zero.h"
 
 namespace deeptide {
@@ -34,22 +36,36 @@ int64_t num_trained(const PipelineLayer& layer) {
   return made.module ? num_trained(*made.module) : 0;
 }
 
-Activations run(const std::vector<PipelineLayer::Forward>& steps, Activations values) {
+Activations run(std::span<const PipelineLayer::Forward> steps, Activations values) {
   for (const PipelineLayer::Forward& step : steps) values = step(values);
+  return values;
+}
+
+/// Runs `interval` layers at a time, each time with their inputs alone kept for backward. The module outlives backward.
+Activations run_recomputed(std::span<const PipelineLayer::Forward> steps, size_t interval, Activations values) {
+  for (; !steps.empty(); steps = steps.subspan(std::min(interval, steps.size()))) {
+    const auto now = steps.first(std::min(interval, steps.size()));
+    values = recompute([now](const Activations& inputs) { return run(now, inputs); }, values);
+  }
   return values;
 }
 
 void check(const PipelineOptions& options, size_t num_layers) {
   if (options.chunks < 1) {
     throw ConfigError(
-        fmt::format("PipelineModule: chunks: got {}, expected 1 or more runs of layers on each stage", options.chunks));
+        format_text("PipelineModule: chunks: got {}, expected 1 or more runs of layers on each stage", options.chunks));
+  }
+  if (options.activation_checkpoint_interval < 0) {
+    throw ConfigError(
+        format_text("PipelineModule: activation_checkpoint_interval: got {}, expected a number of layers, or 0",
+                    options.activation_checkpoint_interval));
   }
   const std::vector<int64_t>& bounds = options.bounds;
   if (bounds.empty()) return;
   const bool covers = bounds.front() == 0 && bounds.back() == static_cast<int64_t>(num_layers);
   if (std::ssize(bounds) != int64_t{options.num_stages} * options.chunks + 1 || !covers ||
       !std::ranges::is_sorted(bounds)) {
-    throw ConfigError(fmt::format("PipelineModule: bounds: got {} numbers, expected {} from 0 to {}, ascending",
+    throw ConfigError(format_text("PipelineModule: bounds: got {} numbers, expected {} from 0 to {}, ascending",
                                   bounds.size(), options.num_stages * options.chunks + 1, num_layers));
   }
 }
@@ -157,7 +173,11 @@ bool PipelineModule::trains(int chunk) const {
 }
 
 Activations PipelineModule::forward(Activations inputs, int chunk) const {
-  return run(steps_.at(static_cast<size_t>(chunk)), std::move(inputs));
+  const auto& steps = steps_.at(static_cast<size_t>(chunk));
+  const bool keeps = trains_.at(static_cast<size_t>(chunk)) || !ties_.empty() ||
+                     std::ranges::any_of(inputs, [](const at::Tensor& input) { return input.requires_grad(); });
+  if (!keeps || options_.activation_checkpoint_interval == 0) return run(steps, std::move(inputs));
+  return run_recomputed(steps, static_cast<size_t>(options_.activation_checkpoint_interval), std::move(inputs));
 }
 
 }  // namespace deeptide

@@ -1,12 +1,11 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Says for an engine that ran out of memory who holds how much, and which setting would free how much.
-#include <fmt/format.h>
-#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <set>
 
+#include "base/libraries/format.h"
 #include "base/text.h"
 #include "deeptide/errors.h"
 #include "engine/design/choices.h"
@@ -83,7 +82,7 @@ std::vector<Cure> cures(const Impl& impl) {
 /// counts: how many blocks pass through memory is another setting.
 int64_t freed_by(const Impl& impl, const MemoryPlan& now, const Cure& setting) {
   try {
-    const Config config = impl.config.with(setting.patch ? setting.patch : fmt::format("{{{}}}", setting.text));
+    const Config config = impl.config.with(setting.patch ? setting.patch : format_text("{{{}}}", setting.text));
     const auto then = engine::plan_of(engine::design(impl.design, config, impl.design.topology), config);
     const PlanLine& line = then.lines[static_cast<size_t>(setting.frees)];
     if (line.file_bytes > 0 && setting.frees != MemoryRole::gradients) return line.file_bytes;
@@ -98,7 +97,7 @@ int64_t freed_by(const Impl& impl, const MemoryPlan& now, const Cure& setting) {
 std::string Engine::Impl::memory_advice() const {
   std::vector<std::string> lines;
   const auto add = [&](const std::string& setting, int64_t bytes, device::Role role) {
-    if (bytes > 0) lines.push_back(fmt::format("{} frees {} of {}", setting, bytes_text(bytes), role_name(role)));
+    if (bytes > 0) lines.push_back(format_text("{} frees {} of {}", setting, bytes_text(bytes), role_name(role)));
   };
   const MemoryPlan now = engine::plan_of(design, config);
   for (const Cure& setting : cures(*this)) {
@@ -108,7 +107,7 @@ std::string Engine::Impl::memory_advice() const {
     add("engine.offload_states(device=\"nvme\") between phases", ledger->current(device::Role::optimizer),
         device::Role::optimizer);
   }
-  return lines.empty() ? "" : fmt::format("Of this rank's memory {}.", fmt::join(lines, "; "));
+  return lines.empty() ? "" : format_text("Of this rank's memory {}.", join_text(lines, "; "));
 }
 
 void Engine::Impl::explain_memory(const char* method, const std::function<void()>& run) const {

@@ -1,13 +1,13 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Describes the engine at its start, and the place of every byte.
-#include <fmt/format.h>
-#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <set>
+#include <span>
 #include <utility>
 
+#include "base/libraries/format.h"
 #include "base/text.h"
 #include "engine/design/choices.h"
 #include "engine/design/plan.h"
@@ -21,8 +21,8 @@ using Impl = EngineAccess::Impl;
 
 std::string millions(int64_t count) {
   if (count < 1000) return std::to_string(count);
-  return count < 1'000'000 ? fmt::format("{:.1f} K", static_cast<double>(count) / 1e3)
-                           : fmt::format("{:.2f} M", static_cast<double>(count) / 1e6);
+  return count < 1'000'000 ? format_text("{:.1f} K", static_cast<double>(count) / 1e3)
+                           : format_text("{:.2f} M", static_cast<double>(count) / 1e6);
 }
 
 const char* short_name(at::ScalarType type) {
@@ -49,14 +49,14 @@ std::string text_of_publishing(const Impl& impl) {
 /// The share of the training state that lies with each rank.
 std::string text_of_sharing(const Impl& impl, int64_t sharded) {
   const int ranks = impl.channels.data().size();
-  const auto share = [ranks](bool is_sharded) { return is_sharded ? fmt::format("1/{} of the", ranks) : "all"; };
+  const auto share = [ranks](bool is_sharded) { return is_sharded ? format_text("1/{} of the", ranks) : "all"; };
   std::string text = "\n  each rank keeps: ";
   if (impl.model.arena()) {
     text += "the parameters in one copy with the other ranks of its host";
   } else {
     text += share(sharded > 0) + " parameters";
     const int64_t whole = impl.model.num_elements() - sharded;
-    if (sharded > 0 && whole > 0) text += fmt::format(" ({} of them whole)", millions(whole));
+    if (sharded > 0 && whole > 0) text += format_text(" ({} of them whole)", millions(whole));
   }
   if (!impl.optimizer) return text;
   const zero::StagePolicy& policy = impl.design.policy;
@@ -66,14 +66,14 @@ std::string text_of_sharing(const Impl& impl, int64_t sharded) {
 
 std::string text_of_wire(const Impl& impl) {
   const int bits = impl.design.reductions.bits;
-  return bits > 0 ? fmt::format("int{}", bits) : short_name(engine::reduce_type(impl.config));
+  return bits > 0 ? format_text("int{}", bits) : short_name(engine::reduce_type(impl.config));
 }
 
 std::string text_of_quantization(const Impl& impl) {
   if (!impl.reducer || engine::quantized_bits(impl.config) == 0) return "";
   const int bits = impl.design.reductions.bits;
   if (bits == 0) return "\n  quantized gradients: none, since no gradient travels between hosts";
-  return fmt::format(
+  return format_text(
       "\n  quantized gradients: int{}, one scale per {} elements; rounded by at most {:.3g} % of the "
       "largest of these{}",
       bits, numerics::kQuantizedBlock, 100.0 * numerics::largest_loss(bits),
@@ -86,7 +86,7 @@ std::string text_of_types(const Impl& impl, const std::string& parameters) {
   if (states.packed_masters) master += ", packed beside parameters";
   std::string moments = states.rounded_moments ? parameters : "fp32";
   if (states.moments_seed) moments = "bf16, rounded stochastically";
-  return fmt::format("\n  types: parameters {}, compute {}, reduce {}, accumulate {}, master {}, moments {}",
+  return format_text("\n  types: parameters {}, compute {}, reduce {}, accumulate {}, master {}, moments {}",
                      parameters, parameters, text_of_wire(impl), short_name(engine::accumulate_type(impl.config)),
                      master, moments);
 }
@@ -96,12 +96,11 @@ std::string text_of_buffers(const Impl& impl) {
   constexpr size_t kMostNamed = 3;
   const auto& [in_fp32, cast] = impl.model.buffers();
   std::string text;
-  if (cast > 0) text += fmt::format("\n  buffers: {} cast, as data_types says", cast);
+  if (cast > 0) text += format_text("\n  buffers: {} cast, as data_types says", cast);
   if (in_fp32.empty()) return text;
-  const auto end = in_fp32.begin() + static_cast<std::ptrdiff_t>(std::min(kMostNamed, in_fp32.size()));
-  return text + fmt::format("\n  buffers: {} stay fp32 ('{}'{}); data_types.buffer_dtype would cast them",
-                            in_fp32.size(), fmt::join(in_fp32.begin(), end, "', '"),
-                            in_fp32.size() > kMostNamed ? ", …" : "");
+  const auto named = std::span(in_fp32).first(std::min(kMostNamed, in_fp32.size()));
+  return text + format_text("\n  buffers: {} stay fp32 ('{}'{}); data_types.buffer_dtype would cast them",
+                            in_fp32.size(), join_text(named, "', '"), in_fp32.size() > kMostNamed ? ", …" : "");
 }
 
 std::string text_of_precision(const Impl& impl) {
@@ -110,14 +109,14 @@ std::string text_of_precision(const Impl& impl) {
     const std::string how =
         precision.loss_scale > 0
             ? "fixed"
-            : fmt::format("doubled after {} good steps, halved after {} overflows, at least {}",
+            : format_text("doubled after {} good steps, halved after {} overflows, at least {}",
                           precision.loss_scale_window, precision.hysteresis, precision.min_loss_scale);
-    text += fmt::format("\n  loss scale: {:g}, {}", optim::initial_loss_scale(precision).scale, how);
+    text += format_text("\n  loss scale: {:g}, {}", optim::initial_loss_scale(precision).scale, how);
   }
   text += text_of_buffers(impl);
   if (impl.config.precision().autocast) {
     const bool half = impl.config.precision().autocast_dtype == DataType::fp16;
-    text += fmt::format("\n  autocast: to {} in engine.forward() (in C++: within a deeptide::Autocast)",
+    text += format_text("\n  autocast: to {} in engine.forward() (in C++: within a deeptide::Autocast)",
                         half ? "fp16" : "bf16");
   }
   return text;
@@ -129,11 +128,11 @@ std::string text_of_host_states(const Impl& impl) {
   const double share = 100.0 * static_cast<double>(states.numel_on_host()) / static_cast<double>(states.numel());
   std::string text = "\n  optimizer states: ";
   if (states.numel_on_host() < states.numel()) {
-    text += fmt::format("of {:.1f} % of the elements on {} ({}), of {:.1f} % off it, ", 100.0 - share,
+    text += format_text("of {:.1f} % of the elements on {} ({}), of {:.1f} % off it, ", 100.0 - share,
                         impl.model.device().str(), bytes_text(states.predicted_bytes() - states.host_bytes()), share);
   }
   text += impl.offloaded ? impl.offloaded->text()
-                         : fmt::format("in the host's memory ({})", bytes_text(states.host_bytes()));
+                         : format_text("in the host's memory ({})", bytes_text(states.host_bytes()));
   text += "; stepped by the host";
   const std::string passing = bytes_text(impl.optimizer->passing_bytes());
   if (!impl.custom) return text + ", through " + passing + " of page-locked memory";
@@ -149,12 +148,12 @@ std::string text_of_placement(const Impl& impl) {
     text += "\n  optimizer states: " + impl.offloaded->text();
   }
   if (impl.progress.offload_ratio >= 0.0) {
-    text += fmt::format("\n  ratio: {:.2f}, {}, as measured now", impl.progress.offload_ratio,
+    text += format_text("\n  ratio: {:.2f}, {}, as measured now", impl.progress.offload_ratio,
                         impl.model.device().is_cpu() ? "the most whose transfers a step hides"
                                                      : "at which host and device step equally long");
   }
   if (impl.reducer && impl.reducer->leave()) {
-    text += fmt::format("\n  gradients: leave for the host's memory during backward ({}, page-locked)",
+    text += format_text("\n  gradients: leave for the host's memory during backward ({}, page-locked)",
                         bytes_text(impl.reducer->predicted().gradients_on_host));
   }
   if (impl.reducer && impl.reducer->files()) text += "\n  gradients: " + impl.reducer->files()->text();
@@ -173,30 +172,30 @@ std::string Engine::Impl::summary() const {
   }
   std::string parameter_types;
   for (const auto& type : types) parameter_types += (parameter_types.empty() ? "" : "+") + type;
-  std::string text = fmt::format("ZeRO stage {}, world {} ({}, found by {}), {}", config.zero().stage, num_ranks,
+  std::string text = format_text("ZeRO stage {}, world {} ({}, found by {}), {}", config.zero().stage, num_ranks,
                                  channels.mesh().text(), channels.world().source, model.device().str());
   if (channels.data().size() > 1) {
     text += (channels.mesh().size(world::Axis::pipe) > 1 ? "\n  hosts, of each stage: " : "\n  hosts: ") +
             channels.host()->text();
   }
-  text += fmt::format("\n  model: {} parameters ({} trained) in {} units", millions(model.num_elements()),
+  text += format_text("\n  model: {} parameters ({} trained) in {} units", millions(model.num_elements()),
                       millions(model.num_trainable()), model.units().size());
   if (num_ranks > 1) text += text_of_sharing(*this, sharded);
   text += text_of_types(*this, parameter_types);
   text += text_of_quantization(*this);
   text += text_of_precision(*this);
   text +=
-      fmt::format("\n  batch: {} = {} per rank x {} accumulated x {} ranks; {}, clipping {}", batch.train, batch.micro,
+      format_text("\n  batch: {} = {} per rank x {} accumulated x {} ranks; {}, clipping {}", batch.train, batch.micro,
                   batch.accumulation, design.topology.num_batches(), design.rule ? design.rule->name() : "no optimizer",
-                  config.gradients().clipping > 0 ? fmt::format("{}", config.gradients().clipping) : "off");
+                  config.gradients().clipping > 0 ? format_text("{}", config.gradients().clipping) : "off");
   if (optimizer && optimizer->signs()) {
-    text += fmt::format("\n  compression: {} bytes per rank in a step in which ranks exchange signs",
+    text += format_text("\n  compression: {} bytes per rank in a step in which ranks exchange signs",
                         optimizer->signs()->bytes_per_step());
   }
   text += text_of_publishing(*this);
   text += text_of_placement(*this);
   if (sharded > 0) {
-    text += fmt::format("\n  gathered at once: at most {} ({})", millions(residency->budget()),
+    text += format_text("\n  gathered at once: at most {} ({})", millions(residency->budget()),
                         config.zero().max_live_parameters ? "stage3_max_live_parameters, or the two largest units"
                                                           : "a quarter of the model, or the two largest units; "
                                                             "stage3_max_live_parameters is not given");

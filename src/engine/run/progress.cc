@@ -7,7 +7,8 @@
 #include <ATen/ops/empty.h>
 
 #include <cmath>
-#include <nlohmann/json.hpp>
+
+#include "base/libraries/nlohmann.h"
 
 namespace deeptide::engine {
 
@@ -144,14 +145,14 @@ Generators Generators::of(at::Device device) {
 
 Generators Generators::from_json(const std::string& text) {
   if (text.empty()) return {};
-  const json states = json::parse(text);
+  const json states = read_json(text);
   return {from_hex(states.at("cpu")), states.contains("device") ? from_hex(states["device"]) : Tensor()};
 }
 
 std::string Generators::to_json() const {
   json states = {{"cpu", to_hex(cpu)}};
   if (device.defined()) states["device"] = to_hex(device);
-  return states.dump();
+  return write_json(states);
 }
 
 void Generators::restore(at::Device where) const {

@@ -3,15 +3,15 @@
 // Loads a checkpoint: every rank checks everything before any rank changes anything.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
-#include <fmt/format.h>
 
 #include <algorithm>
 #include <map>
-#include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
 #include <sstream>
 
+#include "base/libraries/format.h"
+#include "base/libraries/nlohmann.h"
 #include "base/log.h"
 #include "base/sha256.h"
 #include "checkpoint/imports/open_checkpoint.h"
@@ -203,9 +203,9 @@ void tell_of_changes(const checkpoint::Reader& reader, const std::vector<Piece>&
   tell_of_rounding(reader, wanted);
   if (saved.offload_ratio < 0.0 || saved.offload_ratio == own.offload_ratio) return;
   const std::string here = own.offload_ratio < 0.0 ? "this run's configuration gives its own"
-                                                   : fmt::format("this run measured {:.2f}", own.offload_ratio);
+                                                   : format_text("this run measured {:.2f}", own.offload_ratio);
   log(LogLevel::info,
-      fmt::format("load_checkpoint: offload_optimizer.ratio, which was \"auto\", was measured as {:.2f} "
+      format_text("load_checkpoint: offload_optimizer.ratio, which was \"auto\", was measured as {:.2f} "
                   "when this was saved; {}",
                   saved.offload_ratio, here));
 }
@@ -233,7 +233,7 @@ std::set<TensorId> ignored_tensors(const checkpoint::Reader& reader, bool moment
 /// Errors: CheckpointError if optimizer states are needed and weights alone were saved.
 Progress saved_progress(const checkpoint::Reader& reader, const std::string& path, bool needs_states,
                         const Progress& own) {
-  const auto state = nlohmann::json::parse(reader.manifest().state_json);
+  const auto state = read_json(reader.manifest().state_json);
   if (needs_states && state.is_object() && state.value(engine::kWeightsOnly, false)) {
     throw CheckpointError("checkpoint " + path +
                           " has no optimizer states, since it was saved with contents \"weights\" (nothing was "

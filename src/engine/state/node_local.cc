@@ -4,15 +4,14 @@
 #include "engine/state/node_local.h"
 
 #include <ATen/ops/empty.h>
-#include <fmt/format.h>
-#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <map>
-#include <nlohmann/json.hpp>
 #include <set>
 #include <utility>
 
+#include "base/libraries/format.h"
+#include "base/libraries/nlohmann.h"
 #include "checkpoint/format/checkpoint_paths.h"
 #include "checkpoint/format/file_io.h"
 #include "comm/mailbox.h"
@@ -65,7 +64,7 @@ class Deliveries {
       parts.push_back(
           {numbers_.at(part.id), part.file, part.extent, part.region.offsets, part.region.sizes, part.piece});
     }
-    return json{{"files", reader_.files_here()}, {"parts", std::move(parts)}}.dump();
+    return write_json(json{{"files", reader_.files_here()}, {"parts", std::move(parts)}});
   }
 
   /// `told`: every rank's text. Ranks that have a file take turns to read it.
@@ -74,7 +73,7 @@ class Deliveries {
     std::map<std::string, std::vector<int>> having;
     std::vector<json> all;
     for (size_t rank = 0; rank < told.size(); ++rank) {
-      all.push_back(json::parse(told[rank]));
+      all.push_back(read_json(told[rank]));
       for (const auto& file : all.back()["files"]) having[file.get<std::string>()].push_back(static_cast<int>(rank));
     }
     for (size_t rank = 0; rank < all.size(); ++rank) {
@@ -154,8 +153,8 @@ std::string agree_on_tag(Channels& channels, const std::string& directory, const
     if (std::all_of(found.begin(), found.end(), [](uint8_t each) { return each != 0; })) return tag;
   }
   throw CheckpointError(
-      fmt::format("the hosts' folders {} have different latest checkpoints, by rank: {}; name the tag", directory,
-                  fmt::join(tags, ", ")));
+      format_text("the hosts' folders {} have different latest checkpoints, by rank: {}; name the tag", directory,
+                  join_text(tags, ", ")));
 }
 
 HostFolder look_at_hosts(Channels& channels, const std::string& directory, const std::string& tag) {
@@ -171,7 +170,7 @@ HostFolder look_at_hosts(Channels& channels, const std::string& directory, const
     }
   }
   std::string files;
-  if (checkpoint::exists(here.folder)) files = fmt::format("{}", fmt::join(checkpoint::list_folder(here.folder), "\n"));
+  if (checkpoint::exists(here.folder)) files = format_text("{}", join_text(checkpoint::list_folder(here.folder), "\n"));
   const auto listings = comm::exchange_texts(votes, files, site("comparing the hosts' files"));
   const auto before = listings.begin() + channels.world().rank;
   here.ranks = static_cast<int>(std::count(listings.begin(), listings.end(), files));

@@ -3,10 +3,10 @@
 // Moves states out of memory between two steps, and back.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
-#include <fmt/format.h>
 
 #include <functional>
 
+#include "base/libraries/format.h"
 #include "base/log.h"
 #include "base/text.h"
 #include "deeptide/allocator.h"
@@ -84,7 +84,7 @@ void Engine::Impl::offload_states(const OffloadStates& what) {
   states.set_away(true);
   most_bytes_of_states = std::max(most_bytes_of_states, counted + (away ? away->staging_bytes() : 0));
   if (!channels.is_first()) return;
-  const std::string left = fmt::format("{} of {} of optimizer states stay in memory on this rank",
+  const std::string left = format_text("{} of {} of optimizer states stay in memory on this rank",
                                        bytes_text(optimizer->predicted_bytes()), bytes_text(before));
   const bool here = what.to == OffloadDevice::cpu && model.device().is_cpu();
   log(LogLevel::info,

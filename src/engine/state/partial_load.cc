@@ -3,11 +3,10 @@
 // Sorts what a checkpoint lacks into what stays, what begins anew and what is an error.
 #include "engine/state/partial_load.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
-#include <nlohmann/json.hpp>
 
+#include "base/libraries/format.h"
+#include "base/libraries/nlohmann.h"
 #include "base/log.h"
 
 namespace deeptide::engine {
@@ -51,7 +50,7 @@ void leave_out_frozen(const BoundModel& model, std::vector<Piece>& pieces, std::
 
 Absent::Absent(const checkpoint::Reader& reader, bool strict) : strict_(strict) {
   for (const Piece& piece : reader.table()) there_.insert({piece.name, piece.role});
-  const auto state = nlohmann::json::parse(reader.manifest().state_json);
+  const auto state = read_json(reader.manifest().state_json);
   if (state.contains(kLeftOut)) state[kLeftOut].get_to(left_out_);
 }
 
@@ -97,7 +96,7 @@ void Absent::tell(const std::vector<std::string>& unexpected) const {
   }
   lines.insert(lines.end(), unexpected.begin(), unexpected.end());
   if (frozen > 0) {
-    log(LogLevel::info, fmt::format("load_checkpoint: {} frozen parameters stay as they are: "
+    log(LogLevel::info, format_text("load_checkpoint: {} frozen parameters stay as they are: "
                                     "exclude_frozen_parameters left them out",
                                     frozen));
   }

@@ -6,9 +6,9 @@
 
 #include <algorithm>
 #include <chrono>
-#include <nlohmann/json.hpp>
 #include <set>
 
+#include "base/libraries/nlohmann.h"
 #include "checkpoint/format/retention.h"
 #include "checkpoint/save/background_save.h"
 #include "checkpoint/save/frozen_files.h"
@@ -64,8 +64,8 @@ void merge_stages(engine::Stages& stages, nlohmann::json& state) {
     if (state.contains(key)) own[key] = state[key];
   }
   std::set<std::string> left_out;
-  for (const std::string& text : engine::texts_of_stages(stages, own.dump(), "collecting what stages save")) {
-    const auto theirs = nlohmann::json::parse(text);
+  for (const std::string& text : engine::texts_of_stages(stages, write_json(own), "collecting what stages save")) {
+    const auto theirs = read_json(text);
     for (const auto& [key, entries] : theirs.items()) {
       if (entries.is_object()) state[key].update(entries);
     }
@@ -215,7 +215,7 @@ std::string Engine::Impl::save_checkpoint(const std::string& directory, std::str
   }
   if (how.bf16_moments) round_moments(plan.snapshot.pieces);
   if (how.folders.size() > 1) checkpoint::deal_out(plan.snapshot.pieces, static_cast<int>(how.folders.size()));
-  plan.manifest = {checkpoint::kManifestVersion, channels.world().size, state.dump(), client_state_json};
+  plan.manifest = {checkpoint::kManifestVersion, channels.world().size, write_json(state), client_state_json};
   if (how.node_local) plan.manifest = engine::manifest_of_first(channels, std::move(plan.manifest));
   plan.save_latest = options.save_latest;
   plan.retention = {how.keep_last, how.keep_every};

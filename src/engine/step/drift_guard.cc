@@ -5,11 +5,11 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
-#include <fmt/format.h>
 
 #include <algorithm>
 
 #include "base/digest.h"
+#include "base/libraries/format.h"
 #include "base/log.h"
 
 namespace deeptide::engine {
@@ -90,7 +90,7 @@ std::string DriftGuard::check(int64_t step) {
   }
   if (differing.empty()) return {};
   const auto& ranks = channels_.data().ranks();
-  const std::string text = fmt::format(
+  const std::string text = format_text(
       "after {} applied steps {} of {} replicated tensors differ between ranks; the first is {}, on ranks "
       "{} and {}. A rank has written it alone, or its memory is damaged",
       step, differing.size(), all.size(), all[differing.front()].name, ranks[0], ranks[other]);
@@ -98,7 +98,7 @@ std::string DriftGuard::check(int64_t step) {
   if (config_.on_drift == OnDrift::sync) make_equal(all, differing);
   if (channels_.is_first()) {
     log(LogLevel::warning,
-        text + (config_.on_drift == OnDrift::sync ? fmt::format("; all ranks have rank {}'s now", ranks[0]) : ""));
+        text + (config_.on_drift == OnDrift::sync ? format_text("; all ranks have rank {}'s now", ranks[0]) : ""));
   }
   return {};
 }

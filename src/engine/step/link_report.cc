@@ -4,12 +4,12 @@
 #include "engine/step/link_report.h"
 
 #include <ATen/ops/empty.h>
-#include <fmt/format.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
 
+#include "base/libraries/format.h"
 #include "base/text.h"
 #include "trace/flight_log.h"
 
@@ -83,7 +83,7 @@ void LinkReport::note(const std::vector<comm::Verdict>& verdicts) {
 std::string LinkReport::rank_text(int rank) const {
   const auto& ranks = channels_.data().ranks();
   const auto at = std::find(ranks.begin(), ranks.end(), rank) - ranks.begin();
-  return fmt::format("rank {} on {}", rank, names_.at(static_cast<size_t>(at)));
+  return format_text("rank {} on {}", rank, names_.at(static_cast<size_t>(at)));
 }
 
 std::string LinkReport::volume_text() const {
@@ -92,12 +92,12 @@ std::string LinkReport::volume_text() const {
   const auto uses = channels_.links()->uses();
   for (const auto& [rank, use] : uses) {
     if (++named > kMostNamed) break;
-    text += fmt::format("{}{} to rank {}", named == 1 ? "" : ", ", bytes_text(use.sent_bytes), rank);
+    text += format_text("{}{} to rank {}", named == 1 ? "" : ", ", bytes_text(use.sent_bytes), rank);
   }
   if (uses.size() > kMostNamed) {
-    text += fmt::format(", {} to all {}", bytes_text(channels_.links()->sent_bytes()), uses.size());
+    text += format_text(", {} to all {}", bytes_text(channels_.links()->sent_bytes()), uses.size());
   }
-  return fmt::format("rank {} has sent {}", channels_.world().rank, text);
+  return format_text("rank {} has sent {}", channels_.world().rank, text);
 }
 
 std::string LinkReport::rank_at(size_t index) const { return rank_text(channels_.data().ranks()[index]); }
@@ -113,14 +113,14 @@ std::string LinkReport::slow_text() const {
   const auto slow = comm::find_slow_link(facts_);
   if (!slow) return "";
   const comm::LinkFacts& link = facts_[slow->to];
-  return fmt::format("from {} to {}, {} (others {})", rank_text(link.slow_from), rank_at(slow->to),
+  return format_text("from {} to {}, {} (others {})", rank_text(link.slow_from), rank_at(slow->to),
                      rate_text(link.rate), rate_text(slow->others));
 }
 
 std::string LinkReport::late_text() const {
   const auto late = comm::find_late_rank(facts_, step_s_);
   if (!late || num_steps_ < 2) return "";
-  return fmt::format("; late: {} computes for {:.3g} s per step (others {:.3g} s)", rank_at(late->rank),
+  return format_text("; late: {} computes for {:.3g} s per step (others {:.3g} s)", rank_at(late->rank),
                      facts_[late->rank].computing_s, late->others_s);
 }
 

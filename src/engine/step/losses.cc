@@ -5,11 +5,11 @@
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/isfinite.h>
-#include <fmt/format.h>
 
 #include <cmath>
 #include <utility>
 
+#include "base/libraries/format.h"
 #include "deeptide/errors.h"
 
 namespace deeptide::engine {
@@ -34,7 +34,7 @@ void Losses::check_first(double tolerance) {
   const double loss = mean();
   if (std::isnan(loss) || std::abs(loss - expected) <= tolerance * std::abs(expected)) return;
   throw CheckpointError(
-      fmt::format("step: the first loss after load_checkpoint is {:g}, the last one before the save was {:g}, and "
+      format_text("step: the first loss after load_checkpoint is {:g}, the last one before the save was {:g}, and "
                   "checkpoint.loss_tolerance allows a difference of {:g} of it. Check that model, data and "
                   "configuration are those of the run that saved, or call step() again to go on",
                   loss, expected, tolerance));

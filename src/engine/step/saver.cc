@@ -3,8 +3,6 @@
 // Takes a save from phase to phase.
 #include "engine/step/saver.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -12,6 +10,7 @@
 #include <utility>
 
 #include "base/interrupt.h"
+#include "base/libraries/format.h"
 #include "base/log.h"
 #include "base/text.h"
 #include "deeptide/plan.h"
@@ -163,7 +162,7 @@ void Saver::fail(const std::string& error) {
                                                      {"checkpoint", "telling why the save beside training failed"});
   for (size_t rank = 0; rank * kErrorBytes < all.size() && result.error.empty(); ++rank) {
     const std::string text(all.data() + rank * kErrorBytes);
-    if (!text.empty()) result.error = fmt::format("{}: {}", channels_.mesh().name(static_cast<int>(rank)), text);
+    if (!text.empty()) result.error = format_text("{}: {}", channels_.mesh().name(static_cast<int>(rank)), text);
   }
   if (channels_.is_first() || config_.node_local) checkpoint::abandon(target);
   if (channels_.is_first()) {
@@ -179,7 +178,7 @@ void Saver::succeed() {
   const auto waited = save_->live().waited();  // the first of it within the call
   if (channels_.is_first()) {
     log(LogLevel::info,
-        fmt::format("{} was saved beside training: {} of this rank in {:.2f} s ({:.2f} GB/s); training waited {:.0f} "
+        format_text("{} was saved beside training: {} of this rank in {:.2f} s ({:.2f} GB/s); training waited {:.0f} "
                     "ms in save_checkpoint, {:.0f} ms in all for copies (at most {} at a time), {:.0f} ms for the end",
                     path(), bytes_text(bytes), seconds, static_cast<double>(bytes) / 1e9 / std::max(seconds, 1e-9),
                     ms(call_), ms(waited), bytes_text(save_->live().peak_bytes()), ms(wait_)));

@@ -3,11 +3,10 @@
 // Names the first bad parameter, and counts skipped steps.
 #include "engine/step/skipped_steps.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <span>
 
+#include "base/libraries/format.h"
 #include "base/log.h"
 #include "engine/step/across_stages.h"
 
@@ -24,16 +23,16 @@ void SkippedSteps::skip(StepOutcome& outcome, const std::vector<Verdict>& verdic
   blame(outcome, verdicts, losses);
   if (Stages* const stages = parts_.channels.stages()) agree_on_blame(*stages, outcome);
   if (outcome.loss_scale != parts_.progress.loss_scale.scale) {
-    outcome.reason += fmt::format("; loss scale {:g}, now {:g}", outcome.loss_scale, parts_.progress.loss_scale.scale);
+    outcome.reason += format_text("; loss scale {:g}, now {:g}", outcome.loss_scale, parts_.progress.loss_scale.scale);
   }
   parts_.reducer->clear_accumulated();
   const bool fp16 = parts_.config.precision().scales_loss();  // overflows are part of its life, and worth a line each
   if (fp16 && parts_.channels.is_first()) {
     log(LogLevel::info,
-        fmt::format("step {} skipped: {}{}", outcome.step, outcome.reason,
+        format_text("step {} skipped: {}{}", outcome.step, outcome.reason,
                     outcome.parameter.empty()
                         ? ""
-                        : fmt::format(" (in '{}', {})", outcome.parameter, parts_.channels.mesh().name(outcome.rank))));
+                        : format_text(" (in '{}', {})", outcome.parameter, parts_.channels.mesh().name(outcome.rank))));
   }
   if (outcome.rank >= 0) outcome.place = parts_.channels.mesh().place(outcome.rank);
   act_on_row(outcome);
@@ -80,17 +79,17 @@ void SkippedSteps::act_on_row(StepOutcome& outcome) {
   parts_.residency.release_all();
   outcome.rewound_to = parts_.rewind->restore(progress);
   for (at::Tensor& error : parts_.reducer->rounding_errors()) error.zero_();
-  outcome.reason += fmt::format("; back to the state of step {}", outcome.rewound_to);
+  outcome.reason += format_text("; back to the state of step {}", outcome.rewound_to);
   if (parts_.channels.is_first()) {
-    log(LogLevel::warning, text + fmt::format(": back to the state of step {}", outcome.rewound_to));
+    log(LogLevel::warning, text + format_text(": back to the state of step {}", outcome.rewound_to));
   }
 }
 
 std::string SkippedSteps::row_text(const StepOutcome& outcome) const {
-  std::string text = fmt::format("step {}: {} steps in a row were skipped: non-finite gradient", outcome.step,
+  std::string text = format_text("step {}: {} steps in a row were skipped: non-finite gradient", outcome.step,
                                  parts_.progress.skipped_in_a_row);
-  if (!outcome.parameter.empty()) text += fmt::format(" in '{}'", outcome.parameter);
-  if (outcome.rank >= 0) text += fmt::format(" of {}, in {}", parts_.channels.mesh().name(outcome.rank), outcome.phase);
+  if (!outcome.parameter.empty()) text += format_text(" in '{}'", outcome.parameter);
+  if (outcome.rank >= 0) text += format_text(" of {}, in {}", parts_.channels.mesh().name(outcome.rank), outcome.phase);
   return text;
 }
 

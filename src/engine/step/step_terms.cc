@@ -3,10 +3,9 @@
 // Exchanges what differs, where anything does.
 #include "engine/step/step_terms.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 
+#include "base/libraries/format.h"
 #include "base/log.h"
 
 namespace deeptide::engine {
@@ -48,7 +47,7 @@ void StepTerms::warn_of_difference(const std::vector<double>& values, const std:
         told_of_difference_ = true;
         if (!channels_.is_first()) return;
         return log(LogLevel::warning,
-                   fmt::format("{} of optimizer group {} is {} on rank {} and {} on rank {}: all ranks step with rank "
+                   format_text("{} of optimizer group {} is {} on rank {} and {} on rank {}: all ranks step with rank "
                                "{}'s. Set hyper-parameters equally on every rank, e.g. from a reduced metric",
                                info.name, group, here, ranks[leader], there, ranks[rank], ranks[leader]));
       }

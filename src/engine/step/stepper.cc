@@ -5,7 +5,6 @@
 
 #include <ATen/ops/full_like.h>
 #include <ATen/record_function.h>
-#include <fmt/format.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -16,6 +15,7 @@
 #include <utility>
 
 #include "base/interrupt.h"
+#include "base/libraries/format.h"
 #include "base/log.h"
 #include "comm/device_read.h"
 #include "engine/bind/agreement.h"
@@ -140,7 +140,7 @@ void Stepper::follow_boundary() {
   if (!parts_.reducer) return;
   const bool signs = exchanges_signs();
   if (signs && !std::exchange(said_signs_, true) && parts_.channels.is_first()) {
-    log(LogLevel::info, fmt::format("{}: step {} is the first in which ranks exchange signs, {} bytes per rank",
+    log(LogLevel::info, format_text("{}: step {} is the first in which ranks exchange signs, {} bytes per rank",
                                     parts_.optimizer->rule().name(), parts_.progress.global_steps + 1,
                                     parts_.optimizer->signs()->bytes_per_step()));
   }

@@ -6,8 +6,8 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <filesystem>
-#include <nlohmann/json.hpp>
 
+#include "base/libraries/nlohmann.h"
 #include "launch/commands/commands.h"
 #include "launch/machine/python_module.h"
 #include "launch/plan/options.h"
@@ -67,7 +67,7 @@ int run_tune(const Arguments& arguments) {
                                 {"as_module", options->module},
                                 {"command", options->command},
                                 {"run", train || options->autotuning == "run"}};
-  become_module("deeptide._tuning.command", {words.dump()}, options->python);
+  become_module("deeptide._tuning.command", {write_json(words)}, options->python);
 }
 
 }  // namespace deeptide::launch

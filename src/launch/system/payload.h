@@ -3,8 +3,9 @@
 // Encodes values as MessagePack, whose strings may hold any bytes, as arguments and variables do.
 #pragma once
 
-#include <nlohmann/json.hpp>
 #include <string>
+
+#include "base/libraries/nlohmann.h"
 
 namespace deeptide::launch {
 

@@ -6,9 +6,9 @@
 #include <algorithm>
 #include <cstdio>
 #include <map>
-#include <nlohmann/json.hpp>
 #include <sstream>
 
+#include "base/libraries/nlohmann.h"
 #include "launch/watch/hang_report.h"
 
 namespace deeptide::launch {
@@ -263,7 +263,7 @@ std::string HangWatch::top_text(const Round& round) const {
     if (state.last_step) rank["last_step"] = facts_json(*state.last_step);
     job["ranks"].push_back(std::move(rank));
   }
-  return job.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  return write_json(job, -1, nlohmann::json::error_handler_t::replace);
 }
 
 }  // namespace deeptide::launch

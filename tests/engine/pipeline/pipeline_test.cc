@@ -42,6 +42,7 @@ TORCH_MODULE(Join);
 struct Cut {
   int stages = 1, chunks = 1;
   std::string schedule = "1f1b";
+  int interval = 0;
 };
 
 std::vector<PipelineLayer> layers_with(bool tied) {
@@ -68,6 +69,7 @@ PipelineOptions options_of(const World& world, const Cut& cut) {
   options.num_stages = cut.stages;
   options.chunks = cut.chunks;
   options.partition = PipelinePartition::uniform;
+  options.activation_checkpoint_interval = cut.interval;
   options.seed = 5;
   options.world = world;
   return options;
@@ -170,6 +172,14 @@ TEST(Pipeline, TrainsChunksAsOneStageDoesBitForBit) {
   for (const int zero_stage : {1, 3}) expect_trained_as_one_stage({2, 2, "interleaved"}, zero_stage, false);
 }
 
+TEST(Pipeline, TrainsRecomputedLayersAsKeptOnesBitForBit) {
+  for (const int zero_stage : {0, 3}) {
+    expect_trained_as_one_stage({2, 1, "1f1b", 1}, zero_stage, false);
+    expect_trained_as_one_stage({2, 2, "interleaved", 2}, zero_stage, false);
+  }
+  expect_trained_as_one_stage({2, 1, "1f1b", 3}, 1, true);
+}
+
 TEST(Pipeline, TrainsWeightsThatStagesShare) {
   for (const int zero_stage : {0, 3}) {
     expect_trained_as_one_stage({2, 1, "1f1b"}, zero_stage, true);
@@ -235,6 +245,8 @@ TEST(Pipeline, RefusesWhatCannotBe) {
   EXPECT_NE(refusal({2}, config_at(0, {}).with(cut)).find("parallel.pipeline.cut is given"), std::string::npos);
   EXPECT_NE(refusal({3}, config_at(0, {})).find("no multiple of the stages"), std::string::npos);
   EXPECT_NE(refusal({2, 0}, config_at(0, {})).find("expected 1 or more runs"), std::string::npos);
+  EXPECT_NE(refusal({2, 1, "1f1b", -1}, config_at(0, {})).find("activation_checkpoint_interval: got -1"),
+            std::string::npos);
 }
 
 TEST(Pipeline, RefusesBoundsOfOtherLayers) {

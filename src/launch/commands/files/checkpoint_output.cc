@@ -10,8 +10,8 @@
 #include <ctime>
 #include <map>
 #include <memory>
-#include <nlohmann/json.hpp>
 
+#include "base/libraries/nlohmann.h"
 #include "base/text.h"
 
 namespace deeptide::launch {
@@ -21,7 +21,7 @@ namespace {
 using nlohmann::ordered_json;
 
 void print_json(const ordered_json& value) {
-  std::printf("%s\n", value.dump(2, ' ', false, ordered_json::error_handler_t::replace).c_str());
+  std::printf("%s\n", write_json(value, 2, ordered_json::error_handler_t::replace).c_str());
 }
 
 std::string time_text(int64_t seconds) {

@@ -8,9 +8,9 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
-#include <nlohmann/json.hpp>
 #include <thread>
 
+#include "base/libraries/nlohmann.h"
 #include "launch/commands/commands.h"
 #include "launch/commands/observe/top_page.h"
 #include "launch/system/command_line.h"
@@ -59,7 +59,7 @@ int run_top(const Arguments& arguments) {
     } else {
       const size_t ranks = rows == 0 ? SIZE_MAX : std::max(rows, kOtherLines + 1) - kOtherLines;
       const std::string clear = rows == 0 ? "" : "\x1b[H\x1b[2J";  // also over ssh: two sequences that all know
-      std::printf("%s%s", clear.c_str(), top_page(nlohmann::json::parse(answer), ranks).c_str());
+      std::printf("%s%s", clear.c_str(), top_page(read_json(answer), ranks).c_str());
     }
     std::fflush(stdout);
   }

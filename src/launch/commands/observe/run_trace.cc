@@ -5,9 +5,9 @@
 #include <chrono>
 #include <cstdio>
 #include <filesystem>
-#include <nlohmann/json.hpp>
 #include <thread>
 
+#include "base/libraries/nlohmann.h"
 #include "launch/commands/commands.h"
 #include "launch/machine/python_module.h"
 #include "launch/system/command_line.h"
@@ -51,7 +51,7 @@ void wait_for_files(const LiveJob& job, uint64_t number, const std::string& fold
       throw UsageError("trace: job " + job.id + " ended before all ranks had written; 'deeptide trace " + folder +
                        "' joins what there is if all ranks' files are");
     }
-    const auto [written, all] = count_written(nlohmann::json::parse(answer), number);
+    const auto [written, all] = count_written(read_json(answer), number);
     if (all > 0 && written == all) return;
   }
 }

@@ -5,9 +5,9 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <nlohmann/json.hpp>
 #include <vector>
 
+#include "base/libraries/nlohmann.h"
 #include "base/text.h"
 
 namespace deeptide::launch {
