@@ -90,15 +90,16 @@ std::string DriftGuard::check(int64_t step) {
   }
   if (differing.empty()) return {};
   const auto& ranks = channels_.data().ranks();
+  const auto name_of = [this](int rank) { return channels_.mesh().name(rank); };
   const std::string text = format_text(
-      "after {} applied steps {} of {} replicated tensors differ between ranks; the first is {}, on ranks "
-      "{} and {}. A rank has written it alone, or its memory is damaged",
-      step, differing.size(), all.size(), all[differing.front()].name, ranks[0], ranks[other]);
+      "after {} applied steps {} of {} replicated tensors differ between ranks; the first is {}, on {} "
+      "and {}. A rank has written it alone, or its memory is damaged",
+      step, differing.size(), all.size(), all[differing.front()].name, name_of(ranks[0]), name_of(ranks[other]));
   if (config_.on_drift == OnDrift::stop) return text;
   if (config_.on_drift == OnDrift::sync) make_equal(all, differing);
   if (channels_.is_first()) {
     log(LogLevel::warning,
-        text + (config_.on_drift == OnDrift::sync ? format_text("; all ranks have rank {}'s now", ranks[0]) : ""));
+        text + (config_.on_drift == OnDrift::sync ? format_text("; all ranks have {}'s now", name_of(ranks[0])) : ""));
   }
   return {};
 }

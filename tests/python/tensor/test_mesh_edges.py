@@ -174,3 +174,47 @@ def test_ranks_are_named_by_their_coordinates(mesh, name):
     for outcome, error in run_ranks(4, blames, *mesh):
         assert f" on {name}, in backward" in outcome
         assert f" of {name}, in backward" in error
+
+
+def differing_models(world, settings):
+    """The error of a rank whose configuration has another learning rate."""
+    rate = 0.02 if world.rank == 3 else 0.01
+    with pytest.raises(deeptide.ConfigError) as raised:
+        meshes.start(world, "plain", {**settings, "optimizer": {"type": "Adam", "params": {"lr": rate}}})
+    return str(raised.value)
+
+
+def differing_rates(world, settings):
+    engine = meshes.start(world, "plain", settings)
+    engine.optimizer.param_groups[0]["lr"] = 0.02 if world.rank == 3 else 0.01
+    engine.train_batch(iter(meshes.batches("plain", engine, 1)))
+
+
+def differing_copies(world, settings):
+    engine = meshes.start(world, "plain", {**settings, "deeptide": {"drift_interval": 1, "on_drift": "stop"}})
+    if world.rank == 3:
+        with torch.no_grad():
+            next(p for p in engine.module.parameters() if p.requires_grad and p.numel()).add_(0.5)
+    with pytest.raises((deeptide.DriftError, deeptide.CommError)) as raised:
+        engine.train_batch(iter(meshes.batches("plain", engine, 1)))
+    return str(raised.value)
+
+
+SHARED = (1, 2), ("rank 0 (data 0, tensor 0)", "rank 3 (data 1, tensor 1)")
+STAGED = (2, 1), ("rank 2 (pipeline 1, data 0)", "rank 3 (pipeline 1, data 1)")
+
+
+@pytest.mark.parametrize(
+    ("program", "mesh", "names"),
+    [
+        (differing_models, *SHARED),
+        (differing_models, *STAGED),
+        (differing_rates, *SHARED),
+        (differing_rates, *STAGED),
+        (differing_copies, *STAGED),  # drift_interval is refused where ranks share layers
+    ],
+)
+def test_ranks_that_differ_are_named_by_their_coordinates(program, mesh, names, capfd):
+    texts = run_ranks(4, program, meshes.config("plain", 0, *mesh))
+    told = capfd.readouterr().err + "".join(text for text in texts if text)
+    assert all(name in told for name in names), told
