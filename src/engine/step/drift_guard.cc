@@ -97,7 +97,7 @@ std::string DriftGuard::check(int64_t step) {
       step, differing.size(), all.size(), all[differing.front()].name, name_of(ranks[0]), name_of(ranks[other]));
   if (config_.on_drift == OnDrift::stop) return text;
   if (config_.on_drift == OnDrift::sync) make_equal(all, differing);
-  if (channels_.is_first()) {
+  if (channels_.data().index() == 0) {
     log(LogLevel::warning,
         text + (config_.on_drift == OnDrift::sync ? format_text("; all ranks have {}'s now", name_of(ranks[0])) : ""));
   }

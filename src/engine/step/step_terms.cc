@@ -45,7 +45,7 @@ void StepTerms::warn_of_difference(const std::vector<double>& values, const std:
         ++at;
         if (here == there) continue;
         told_of_difference_ = true;
-        if (!channels_.is_first()) return;
+        if (channels_.data().index() > 0) return;
         const std::string first = channels_.mesh().name(ranks[leader]);
         return log(LogLevel::warning,
                    format_text("{} of optimizer group {} is {} on {} and {} on {}: all ranks step with "
