@@ -11,6 +11,7 @@
 #include "base/digest.h"
 #include "base/libraries/format.h"
 #include "base/log.h"
+#include "engine/step/across_stages.h"
 
 namespace deeptide::engine {
 
@@ -71,6 +72,16 @@ bool DriftGuard::is_due(int64_t step) const {
 
 std::string DriftGuard::check(int64_t step) {
   if (!is_due(step)) return {};
+  const std::string own = compare(step);
+  Stages* const stages = channels_.stages();
+  if (config_.on_drift != OnDrift::stop || stages == nullptr) return own;
+  for (std::string& text : texts_of_stages(*stages, own, "asking the other stages whether copies differ")) {
+    if (!text.empty()) return std::move(text);
+  }
+  return {};
+}
+
+std::string DriftGuard::compare(int64_t step) {
   const at::NoGradGuard no_grad;
   const std::vector<Copy> all = copies();
   std::vector<uint64_t> own;
