@@ -197,6 +197,19 @@ class Accelerator:
         if self._cuda:
             torch.cuda.nvtx.range_pop()
 
+    # -- operators ------------------------------------------------------------------------------------------------
+
+    def get_op_builder(self, class_name: str) -> Any:
+        """The class of deepspeed.ops.op_builder of that name; None where DeepSpeed has none."""
+        from deeptide.as_deepspeed.helpers import op_builders
+
+        return getattr(op_builders, class_name) if class_name in op_builders.NAMES else None
+
+    def create_op_builder(self, class_name: str) -> Any:
+        """An object of that class, or None."""
+        builder = self.get_op_builder(class_name)
+        return None if builder is None else builder()
+
     def lazy_call(self, callback: Callable[[], object]) -> None:
         """Calls it, when the device is there."""
         if self._cuda:

@@ -341,7 +341,7 @@ numerics::Contributions Reducer::local_gradient(int unit) {
   Bucket& bucket = buckets_[unit];
   if (bucket.held) join(bucket, *units_[unit], {});
   if (!bucket.data.defined()) bucket.data = pool_.take(units_[unit]->numel(), options_.accumulate_dtype);
-  return {{filled_bucket(unit)}, options_.scale_of(unit) * num_ranks_};
+  return {{filled_bucket(unit)}, options_.scale_of(unit) * units_[unit]->reduce_over().size()};
 }
 
 double Reducer::local_squares() {
@@ -349,7 +349,9 @@ double Reducer::local_squares() {
   const auto num_units = static_cast<int64_t>(units_.size());
   const Tensor squares = at::zeros({num_units}, at::TensorOptions().dtype(at::kDouble).device(device_));
   for (int unit = 0; unit < static_cast<int>(num_units); ++unit) {
-    if (buckets_[unit].has_any()) numerics::ordered_squares(local_gradient(unit), squares.narrow(0, unit, 1));
+    if (!buckets_[unit].has_any()) continue;
+    numerics::ordered_squares(local_gradient(unit), squares.narrow(0, unit, 1));
+    squares.narrow(0, unit, 1).div_(static_cast<double>(units_[unit]->reduce_over().size()));
   }
   const double total = squares.sum().item<double>();
   if (!std::isfinite(total)) find_local_bad();

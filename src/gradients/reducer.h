@@ -85,7 +85,7 @@ class Reducer {
   /// While local, after `finish`: this rank's own gradient of the unit (numel,), to be averaged over ranks; zeros if
   /// none arrived. Valid until it is cleared.
   numerics::Contributions local_gradient(int unit);
-  /// Answers like sum_of_squares, for this rank's own gradients.
+  /// Answers like sum_of_squares, for this rank's own gradients: its part of the ranks' mean, unit by unit.
   double local_squares();
   /// After `finish`: overwrites elements [begin, begin + values) of the unit's shard of the gradient, which is one of
   /// `parameter` then. All ranks call it, also those that hold no element of it: sums need memory from then on.

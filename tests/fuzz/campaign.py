@@ -59,10 +59,10 @@ def try_seed(seed, on_accelerator, count, seconds_to_shrink, end):
 
 
 @told
-def try_pipeline(seed):
+def try_pipeline(seed, on_accelerator):
     """Tries the pipeline program of that number, like try_seed."""
     started = time.monotonic()
-    program = pipelines.program_of(seed)
+    program = pipelines.program_of(seed, on_accelerator)
     acts = sum(len(phase["acts"]) for phase in program["phases"])
     return seed, 1, acts, time.monotonic() - started, pipelines.try_program(_runner, program)
 
@@ -126,8 +126,8 @@ class Campaign:
             return None
         self.drawn += 1
         on_accelerator = self.options.on_accelerator
-        if self.options.pipelines or (self.drawn % PIPELINES == 0 and not on_accelerator):
-            return pool.submit(try_pipeline, seed)
+        if self.options.pipelines or self.drawn % PIPELINES == 0:
+            return pool.submit(try_pipeline, seed, on_accelerator)
         shrink = 60 if self.options.shrink is None else self.options.shrink
         return pool.submit(try_seed, seed, on_accelerator, self.options.settings, shrink, self.end)
 

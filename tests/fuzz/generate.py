@@ -14,8 +14,6 @@ WRITES = [*ABSOLUTE, *RELATIVE, "load_state_dict"]
 # Observers of a run, which may change none of its numbers: sections that on_engine.py spells out.
 OBSERVERS = ("breakdown", "collectives", "profile", "csv", "record", "timeline")
 
-ON_ACCELERATORS = 0.2  # the share of programs
-
 
 class Generator:
     """Draws one program from one seed."""
@@ -62,7 +60,7 @@ class Generator:
         low = draw.random() < 0.4
         for _ in range(draw.choice([1, 1, 2, 3])):
             program["phases"].append(self._phase(low != (draw.random() < 0.25)))
-        drawn = self.devices.random() < ON_ACCELERATORS
+        drawn = self.devices.random() < accelerators.SHARE
         if drawn if on_accelerator is None else on_accelerator:
             self._move(program)
         return program
@@ -75,13 +73,7 @@ class Generator:
         choose = self.devices.choice
         acts = {act["act"] for phase in program["phases"] for act in phase["acts"]}
         together = self.alike and not acts & {"join", "diverge", "raise"}
-        program["accelerator"] = {
-            "schedule": choose(accelerators.SCHEDULES),
-            "delay_us": choose([0, 50, 300]),
-            # Ranks that diverge issue collectives in different orders, which only queues of their own bear.
-            "connections": choose([0, 0, 1, 2]) if together else 0,
-            "kernels": choose([False, True]),
-        }
+        program["accelerator"] = accelerators.drawn(choose, together)
         program["model"]["extras"] = [extra for extra in program["model"]["extras"] if extra != "sparse"]
         program["model"] |= {"norm": "layer", "tokens": None}
         for phase in program["phases"]:

@@ -8,6 +8,7 @@ program = {"seed", "form": layers | blocks, "pair": an encoder and a decoder, "b
            "words": torch's embedding and head, "gated": blocks', "frozen": [parts of names], "recompute",
            "batch": dict | tuple | loss_fn, "optimizer": a section, "clipping", "skips": "" | mirror | collect | hooks,
            "hosts": 1 | 2: with two, each has a folder of its own, where all phases have two data ranks,
+           "accelerator": that of actions/accelerators.py, for what is cut, and "apart": ranks share no memory; or None,
            "even": lengths, and blocks without masks, as phases have them whose ranks keep a part of the positions,
            "phases": [{"stages", "chunks", "data", "tensor", "by_parts", "zero", "schedule", "bf16", "gas",
                        "folders": of shards that are cut, "beside": saves beside training, "acts": […]}]}
@@ -16,6 +17,7 @@ of it], ["save", tag], ["load", tag, from cut | uncut]. Each phase begins with a
 run it, and have the same losses and states.
 """
 
+import contextlib
 import datetime
 import faulthandler
 import itertools
@@ -28,7 +30,7 @@ import traceback
 
 import torch
 import torch.distributed as dist
-from actions import subject
+from actions import accelerators, subject
 from mesh_models import VOCABULARY, loss_of, make
 
 import deeptide
@@ -45,7 +47,7 @@ SPECS = [
 CALL = "import sys, json, pipelines; pipelines.main(*json.loads(sys.argv[1]))"
 
 
-def program_of(seed):
+def program_of(seed, on_accelerator=None):
     draw, apart = random.Random(f"pipeline {seed}"), random.Random(f"zero bubble {seed}")
     stores = random.Random(f"stores {seed}")  # of what changes no act: other draws stay as they are
     form, tie = draw.choice(["layers", "blocks", "blocks"]), draw.random() < 0.4
@@ -102,8 +104,17 @@ def program_of(seed):
         "skips": skips, "even": any(phase["by_parts"] for phase in phases), "frozen": [] if tie else frozen,
         "recompute": draw.choice(["", "", "calls"]), "batch": draw.choice(["dict", "tuple", "loss_fn"]),
         "optimizer": {"type": optimizer, "params": {"lr": 0.02}}, "clipping": draw.choice([0.0, 0.0, 0.5]),
-        "hosts": stores.choice([1, 2]), "phases": phases,
+        "hosts": stores.choice([1, 2]), "phases": phases, "accelerator": _accelerator_of(seed, on_accelerator, phases),
     }  # fmt: skip
+
+
+def _accelerator_of(seed, wanted, phases):
+    """Stages issue collectives in orders of their own, which only queues of their own bear."""
+    draw = random.Random(f"devices {seed}")
+    if not (draw.random() < accelerators.SHARE if wanted is None else wanted):
+        return None
+    together = all(phase["stages"] == 1 for phase in phases)
+    return accelerators.drawn(draw.choice, together) | {"apart": draw.choice([False, True])}
 
 
 # -- one rank ---------------------------------------------------------------------------------------------------------
@@ -112,10 +123,11 @@ def program_of(seed):
 class Side:
     """An engine of one phase, cut or not, on one rank."""
 
-    def __init__(self, program, number, world, stages, folder):
-        phase = program["phases"][number]
+    def __init__(self, program, number, place, stages, folder):
+        """place: (rank, world, accelerator), world or accelerator None."""
+        phase, (rank, world, accelerator) = program["phases"][number], place
         self.program, self.phase, self.is_cut = program, phase, bool(stages)
-        self.folder = f"{folder}/host{world.rank % hosts_of(program)}"
+        self.folder, self.device = f"{folder}/host{rank % hosts_of(program)}", "cpu"
         parallel = {"schedule": phase["schedule"]}
         if phase["schedule"] == "interleaved":
             parallel["chunks"] = phase["chunks"]
@@ -142,6 +154,8 @@ class Side:
             specs = SPECS[:2] + SPECS[2:] * program["words"]
             config["tensor_parallel"] = {"partition_config": {"use_default_specs": False, "layer_specs": specs}}
         model = make(program, stages, phase["chunks"], world, program["seed"] + number)
+        if accelerator:
+            model, self.device = accelerator.move(model), accelerators.DEVICE
         self.engine = deeptide.initialize(model=model, config=config, world=world)[0]
         self.draws = random.Random(f"{program['seed']} {number}")
 
@@ -153,7 +167,7 @@ class Side:
                 draws = torch.Generator().manual_seed(self.draws.randrange(10**6))
                 tokens = torch.randint(0, VOCABULARY, (ROWS, length), generator=draws)
                 if rank == self.engine.data_parallel_rank:
-                    yield self._as_batch(tokens, tokens.roll(1, 1))
+                    yield self._as_batch(tokens.to(self.device), tokens.roll(1, 1).to(self.device))
 
     def _as_batch(self, tokens, labels):
         if self.program["form"] == "blocks" and self.program["batch"] == "dict":
@@ -221,7 +235,7 @@ class Side:
                     continue
                 is_cut = team is not None and name in cuts
                 whole = cuts[name].join(team.core.all_gather(value, "checkpoint")) if is_cut else value
-                found[f"{name}/{role}"] = whole
+                found[f"{name}/{role}"] = whole.cpu()
         return found
 
 
@@ -230,30 +244,60 @@ def _meet(store, when, rank, size):
     store.wait([f"{when} {other}" for other in range(size)])
 
 
+def _sides(program, number, rank, prefix, accelerator):
+    """Makes those of a phase's engines, cut and not, that this rank has."""
+    phase, (store, folder) = program["phases"][number], prefix
+    for stages, world_size in ((phase["stages"], ranks_of(phase)), (0, phase["data"])):
+        if rank < world_size:
+            at = dist.PrefixStore(f"{stages}", store)
+            on_device = accelerator if stages else None
+            world = None if on_device else deeptide.make_world(at, rank, world_size)
+            yield Side(program, number, (rank, world, on_device), stages, folder)
+
+
+def _phase(program, number, rank, size, prefix, accelerator):
+    """(results of acts, states), of this rank's sides."""
+    sides, acts = list(_sides(program, number, rank, prefix, accelerator)), []
+    for index, act in enumerate(program["phases"][number]["acts"]):
+        if act[0] == "load":  # the other side may have saved it
+            for side in sides:
+                side.engine.wait_for_save()
+            _meet(prefix[0], f"before {index}", rank, size)
+        acts.append([side.perform(act) for side in sides])
+        if act[0] in ("save", "load"):
+            _meet(prefix[0], index, rank, size)
+    states = [side.states() for side in sides]
+    for side in sides:
+        getattr(side.engine.module, "kept", []).clear()  # what recomputation put there has the model in its graph
+        side.engine.destroy()
+    return acts, states
+
+
+def _phase_on(accelerator, *arguments):
+    """Likewise. Errors: AssertionError for accesses that nothing ordered, or memory that is not given back."""
+    before = accelerator.used_bytes()
+    results = _phase(*arguments, accelerator)
+    unordered, left = accelerator.settle(), accelerator.used_bytes() - before
+    assert not unordered, unordered
+    assert not left, f"{left} bytes of the accelerator are still in use"
+    return results
+
+
 def run(program, rank, size, port, folder):
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=datetime.timedelta(seconds=60))
-    results = []
+    spec, results = program.get("accelerator"), []
+    accelerator = accelerators.Accelerator(spec, program["seed"]) if spec else None
+    if spec and spec["apart"]:
+        os.environ["DEEPTIDE_TEST_APART"] = "1"
     for number, phase in enumerate(program["phases"]):
-        ranks = ranks_of(phase)
-        prefix = f"{folder} {number}"
-        everybody = dist.PrefixStore(prefix, store)
-        sides = []
-        for stages, world_size in ((phase["stages"], ranks), (0, phase["data"])):
-            if rank < world_size:
-                at = dist.PrefixStore(f"{prefix} {stages}", store)
-                sides.append(Side(program, number, deeptide.make_world(at, rank, world_size), stages, folder))
-        acts = []
-        for index, act in enumerate(phase["acts"]):
-            if act[0] == "load":  # the other side may have saved it
-                for side in sides:
-                    side.engine.wait_for_save()
-                _meet(everybody, f"before {index}", rank, size)
-            acts.append([side.perform(act) for side in sides])
-            if act[0] in ("save", "load"):
-                _meet(everybody, index, rank, size)
-        results.append((acts, [side.states() for side in sides]))
-        for side in sides:
-            side.engine.destroy()
+        everybody, ranks = dist.PrefixStore(f"{folder} {number}", store), ranks_of(phase)
+        arguments = (program, number, rank, size, (everybody, folder))
+        if not accelerator:
+            results.append(_phase(*arguments, None))
+            continue
+        group = dist.PrefixStore("group", everybody)
+        with accelerator.group(group, rank, ranks) if rank < ranks else contextlib.nullcontext():
+            results.append(_phase_on(accelerator, *arguments))
     return results
 
 
@@ -288,8 +332,11 @@ def most_ranks(program):
 
 
 def is_exact(program):
-    """Tied and lent weights' gradients, norms and what shared layers compute are added in another order."""
-    shares = any(phase["tensor"] > 1 for phase in program["phases"])
+    """Tied and lent weights' gradients, norms and what shared layers compute are added in another order.
+
+    So are sums of a device's ranks.
+    """
+    shares = any(phase["tensor"] > 1 for phase in program["phases"]) or program.get("accelerator")
     return not (
         program["tie"] or program["pair"] or program["lent"] or program["clipping"] or shares or program.get("skips")
     )
@@ -342,10 +389,10 @@ def try_program(runner, program):
     logs, results = runner.run_ranks(CALL, json.dumps(program), most_ranks(program), limit=90)
     told = json.dumps(program)
     missing = [rank for rank, result in enumerate(results) if result is None]
+    raised = [f"rank {rank}: {result[1]}" for rank, result in enumerate(results) if result and result[0] == "raised"]
+    if raised:  # others may wait for these
+        return ("error", "pipeline"), "\n".join(raised) + f"\n{told}"
     if missing:
         return ("hang", "pipeline"), f"ranks {missing} did not end: {[log and log[1][-1500:] for log in logs]}\n{told}"
-    raised = [f"rank {rank}: {result[1]}" for rank, result in enumerate(results) if result[0] == "raised"]
-    if raised:
-        return ("error", "pipeline"), "\n".join(raised) + f"\n{told}"
     text = _differs(program, [result[1] for result in results])
     return (("value", "pipeline"), f"{text}\n{told}") if text else None

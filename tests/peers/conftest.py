@@ -18,8 +18,9 @@ _spec = importlib.util.spec_from_file_location("ranks", _PYTHON_TESTS / "conftes
 ranks = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(ranks)
 
-# Ranks find this folder's modules.
-os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+# Ranks find the modules of this folder and of the one about Megatron.
+_FOLDERS = [str(Path(__file__).parent), str(Path(__file__).parent / "mpu")]
+os.environ["PYTHONPATH"] = os.pathsep.join([*_FOLDERS, os.environ.get("PYTHONPATH", "")])
 # Arrow's allocator must start no thread in the process that forks the ranks.
 os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
 

@@ -147,7 +147,7 @@ class WholeSteps:
         Batches and losses: as train_batch's. Takes `num_micro_batches`; absent: as many as a step takes. With
         reduce_output=None, the list of this rank's losses. With return_logits, (losses, list of this rank's outputs);
         with compute_loss=False, that list alone. `bcast_loss` changes nothing: every rank has the mean. In a pipeline
-        the last stage has the outputs, the others None, and all have the losses.
+        the last stage has the outputs, the others None, or copies by "outputs": "broadcast"; all have the losses.
         """
         if reduce_output not in ("avg", None):
             raise ValueError(f'eval_batch: reduce_output: got {reduce_output!r}, expected "avg" or None')

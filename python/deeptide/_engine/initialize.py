@@ -87,9 +87,20 @@ def _asks_for_teams(config: Config) -> bool:
     return bool(max(ours, theirs["autotp_size"], theirs["tensor_parallel"]["tp_size"]) > 1)
 
 
+def _mpu_of(model: torch.nn.Module, world: World) -> object:
+    """That of a PipelineModule whose topology has ranks that share layers; else None."""
+    pipelines = sys.modules.get("deeptide.pipeline.module")
+    if pipelines is None or not isinstance(model, pipelines.PipelineModule) or not model.shares_layers():
+        return None
+    from deeptide.tensor.mpu import OfTopology
+
+    return OfTopology(model.topology(), world.rank)
+
+
 def _tensor_team(config: Config, model: torch.nn.Module, world: World, stages: int, mpu: object) -> Team | None:
     """The ranks that share layers with this one, which are cut now; None where there is no such axis."""
     data = json.loads(_C.config_section(config, "parallel"))["data"]
+    mpu = _mpu_of(model, world) if mpu is None else mpu
     if not _asks_for_teams(config) and data is None and mpu is None and "deeptide.tensor" not in sys.modules:
         return None  # without a look at the package of tensor parallelism
     from deeptide.tensor.axis import prepare

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +18,21 @@ _NAMES = ("activation_checkpointing", "gradient_checkpointing")
 def in_backward() -> bool:
     """Whether this thread is within a backward, where a forward is one that a checkpoint runs again."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def kept_as_they_are() -> AbstractContextManager[Any]:
+    """Inside, autograd keeps tensors though a checkpoint is around, as of a block that a stage cannot compute again."""
+    return torch.autograd.graph.saved_tensors_hooks(_same, _same)
+
+
+def is_kept_as_it_is() -> bool:
+    """Whether autograd keeps tensors here by `kept_as_they_are`."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0] is _same
 
 
 def _name_of(model: nn.Module) -> str | None:

@@ -14,6 +14,7 @@ import torch.utils.checkpoint
 from torch.utils._pytree import tree_leaves
 
 from deeptide._C import ConfigError
+from deeptide._model.recomputation import is_kept_as_it_is
 from deeptide.activations.measure import Kept, Meter, unchanged, with_version
 from deeptide.activations.spill import SpilledBlock, Store
 
@@ -102,7 +103,9 @@ class Block:
         self.mode, self._spilled = "spill", SpilledBlock(self.module, store)
 
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The block's forward, with gradients."""
+        """The block's forward, with gradients. One of another stage, on shapes, is none of what the policy is for."""
+        if is_kept_as_it_is():
+            return call(*args, **kwargs)
         if self.mode == "spill" and self._spilled is not None:
             with contextlib.nullcontext() if _is_recomputed_around() else self._spilled.hooks():
                 return call(*args, **kwargs)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
@@ -60,7 +61,35 @@ class PipelineEngine(Engine):
         self._iterator: Iterator[Any] | None = None
         self._run = StageRun(self, self._stage, self._cut)
         self._loop = PlainLoop(self, self._stage, self._cut)
+        self._is_in_step = False  # of the schedule
+        self._connect()
         self._say_if_few()
+
+    def _connect(self) -> None:
+        """Lets the model run whole without gradients; it outlives the engine."""
+        if self._stage is None or not isinstance(self._cut, BlockCut):
+            return
+        engine = weakref.ref(self)
+
+        def whole(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            held = engine()
+            if held is None:
+                raise PipelineError("the engine of a model that is cut into stages is gone; make another one")
+            return held._run_whole(forward, args, kwargs)
+
+        self._cut.relay.connect(self._stage, self._core.device(), whole)
+
+    @told
+    def _run_whole(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a function of the model that gives whole outputs on every stage. Errors: PipelineError in a step."""
+        assert isinstance(self._cut, BlockCut)
+        if self._is_in_step:
+            raise PipelineError(
+                "the model was called within a step of the schedule, as by the loss function, where other stages do "
+                "not come; call it between steps, or compute with what the loss function is given"
+            )
+        with self._cut.relay.open((args, kwargs)):
+            return forward(*args, **kwargs)
 
     def _check_teams(self) -> None:
         """Collective. Errors: ConfigError, on all ranks, if stages have teams of different sizes."""
@@ -157,7 +186,10 @@ class PipelineEngine(Engine):
         self._iterator = iterator
 
     def set_batch_fn(self, fn: Callable[[Any], Any] | None) -> None:
-        """Applies to each micro-batch before it is taken apart into (inputs, labels)."""
+        """Applies to each micro-batch before it is taken apart into (inputs, labels).
+
+        On a rank without an iterator `fn` is given None, to take what a rank that shares its layers has read.
+        """
         self._batch_fn = fn
 
     def reset_activation_shape(self) -> None:
@@ -194,6 +226,19 @@ class PipelineEngine(Engine):
         if isinstance(self._cut, BlockCut):
             self._cut.gives_outputs = gives
 
+    @contextlib.contextmanager
+    def _in_step(self) -> Iterator[None]:
+        self._is_in_step = True
+        try:
+            yield
+        finally:
+            self._is_in_step = False
+
+    def _broadcasts(self) -> bool:
+        """Whether outputs that the program gets are sent to all stages."""
+        outputs = json.loads(_C.config_section(self._config, "parallel"))["pipeline"]["outputs"]
+        return bool(self._stage is not None and outputs == "broadcast")
+
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def _train_on(
@@ -204,7 +249,8 @@ class PipelineEngine(Engine):
         taken = self._take(data_iter, count, "train_batch")
         self.module.train()
         self._loop.forget()
-        return self._run.train(self._schedule, taken, count)
+        with self._in_step():
+            return self._run.train(self._schedule, taken, count)
 
     def _evaluate_on(
         self,
@@ -218,11 +264,13 @@ class PipelineEngine(Engine):
         self._give_outputs(wants_outputs)
         taken = self._take(data_iter, count, "eval_batch")
         with _batches.evaluating(self):
-            losses, outputs = self._run.evaluate(taken, count, compute_loss)
+            with self._in_step():
+                losses, outputs = self._run.evaluate(taken, count, compute_loss)
             if self._stage is not None:
                 self._stage.meet()  # ranks that are behind still gather
             if wants_outputs:
                 self._cut.check_output(outputs)
+                outputs = self._loop.share(outputs) if self._broadcasts() else outputs
         return losses, outputs
 
     def _each_loss(self, losses: list[torch.Tensor], count: int) -> list[torch.Tensor]:
@@ -295,14 +343,16 @@ class PipelineEngine(Engine):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """One micro-batch through all stages, without overlap. Collective over the stages, as backward and step are.
 
-        Returns the model's output on the last stage, and what has its loss on the others: every rank has the loss. All
-        stages call it with the same batch. Errors: PipelineError for a PipelineModule, which has train_batch alone.
+        Returns the model's output on the last stage, and what has its loss on the others: every rank has the loss. By
+        "outputs": "broadcast" the others have copies of all tensors. All stages call it with the same batch.
+
+        Errors: PipelineError for a PipelineModule, which has train_batch alone.
         """
         loop = self._loop_of("forward")
         self._say_once(ADVICE, "warning")
         self._set_loss_fn(None)
         self._give_outputs(True)
-        return loop.forward(args, kwargs)
+        return loop.forward(args, kwargs, self._broadcasts())
 
     @told
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:

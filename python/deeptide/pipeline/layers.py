@@ -10,6 +10,14 @@ from typing import Any
 import torch
 
 
+def _attribute(layer: torch.nn.Module, path: str) -> object:
+    """The attribute of a dotted name; None if there is none."""
+    found: object = layer
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found
+
+
 class LayerSpec:
     """A class and its arguments: a stage builds its own layers alone, so no rank holds the whole model."""
 
@@ -32,7 +40,7 @@ class TiedLayerSpec(LayerSpec):
 
     forward_fn(layer, inputs) runs in the layer's place, such as a head that multiplies by an embedding's weight. The
     first stage with the key owns the layer's parameters; the others borrow them for each step, and their gradients go
-    back to it. `tied_weight_attr` names parameters that the layer must have.
+    back to it. `tied_weight_attr` names parameters that the layer must have, or attributes that are one of them.
     """
 
     def __init__(
@@ -53,7 +61,7 @@ class TiedLayerSpec(LayerSpec):
         layer = super().build(log)
         names = dict(layer.named_parameters())
         for name in self.tied_weight_attr:
-            if name not in names:
+            if not any(_attribute(layer, name) is parameter for parameter in names.values()):
                 raise AttributeError(
                     f"TiedLayerSpec '{self.key}': {self.typename.__name__} has no parameter '{name}', expected one of "
                     f"{', '.join(names) or 'none'}; give tied_weight_attr"

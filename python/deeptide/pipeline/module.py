@@ -202,6 +202,10 @@ class PipelineModule(torch.nn.Module):
 
         return PipeDataParallelTopology(self.num_stages, max(place(None)[1] // self.num_stages, 1))
 
+    def shares_layers(self) -> bool:
+        """Whether the topology that was given has ranks that share layers."""
+        return self._given_topology is not None and int(self._given_topology.get_dim("model")) > 1
+
     def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
         """None: a class of yours may return a dictionary of losses beside that of loss_fn, for your own records."""
         return None

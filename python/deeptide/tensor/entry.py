@@ -13,6 +13,7 @@ numbers, the latest first:
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from typing import Any
 
 import torch
@@ -149,6 +150,23 @@ class _Entry:
 
 
 _entries = WeakTensorKeyDictionary()  # by the activation, as long as that lives
+# Likewise of leaves, such as what another stage sent. Their graphs end in them, so an entry would keep its key: the
+# nodes of the layers that took it keep it instead.
+_entries_of_leaves = WeakTensorKeyDictionary()
+
+
+def _last(x: torch.Tensor) -> _Entry | None:
+    weakly: Any = _entries_of_leaves.get(x)
+    last: _Entry | None = _entries.get(x) if weakly is None else weakly()
+    return last
+
+
+def _keep(product: torch.Tensor, entry: _Entry) -> torch.Tensor:
+    """Lets the entry live as long as the product's node. Returns the product."""
+    node: Any = product.grad_fn
+    if node is not None:
+        node.metadata["deeptide.entry"] = entry
+    return product
 
 
 def _way(x: torch.Tensor, team: Team, dim: int | None) -> tuple[Any, ...]:
@@ -157,10 +175,14 @@ def _way(x: torch.Tensor, team: Team, dim: int | None) -> tuple[Any, ...]:
 
 def _enter(x: torch.Tensor, team: Team, dim: int | None) -> _Entry:
     way = _way(x, team, dim)
-    last: _Entry | None = _entries.get(x)
+    last = _last(x)
     if last is not None and last.way == way:
         return last
-    _entries[x] = entry = _entry(x, way, _Return(team, dim))
+    entry = _entry(x, way, _Return(team, dim))
+    if x.is_leaf and entry.after_send is not None:
+        _entries_of_leaves[x] = weakref.ref(entry)
+    else:
+        _entries[x] = entry
     return entry
 
 
@@ -227,8 +249,8 @@ def product_of(
     entry = _enter(x, team, dim)
     given = entry.entered
     if entry.after_send is None or not _is_apart(given, weight):
-        return F.linear(given, weight if is_linear else weight.t(), bias)
+        return _keep(F.linear(given, weight if is_linear else weight.t(), bias), entry)
     product = Weight(weight, bias, is_linear)
     token: torch.Tensor = _ForWeight.apply(given.detach(), weight, bias, product, entry.parts)  # type: ignore[no-untyped-call]
     _run_at(token, entry.after_send)
-    return _ForInput.apply(given, token, product)  # type: ignore[no-any-return, no-untyped-call]
+    return _keep(_ForInput.apply(given, token, product), entry)  # type: ignore[no-untyped-call]

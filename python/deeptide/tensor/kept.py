@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -21,13 +22,19 @@ class _Part(NamedTuple):
     values: torch.Tensor  # (ceil(numel / ranks),), zeros at the end of the last one
     shape: torch.Size
     device: torch.device
+    row: object = None  # holds the memory of the values, where that is somebody's
 
 
-def partitioned(team: Team, on_cpu: bool = False) -> AbstractContextManager[Any]:
+def partitioned(
+    team: Team,
+    on_cpu: bool = False,
+    keep: Callable[[torch.Tensor, torch.device], tuple[torch.Tensor, object]] | None = None,
+) -> AbstractContextManager[Any]:
     """Within, ranks of the team save 1 / ranks of each floating tensor, and gather it in backward.
 
-    For tensors that the ranks have alike, as the arguments of a block are. on_cpu: parts lie in CPU memory. Errors:
-    ValueError if the first tensor of its shape is not alike.
+    For tensors that the ranks have alike, as the arguments of a block are. on_cpu: parts lie in CPU memory.
+    keep: copies a part to a device, and returns what holds the copy's memory too. Errors: ValueError if the first
+    tensor of its shape is not alike.
     """
 
     def pack(tensor: torch.Tensor) -> torch.Tensor | _Part:
@@ -36,8 +43,12 @@ def partitioned(team: Team, on_cpu: bool = False) -> AbstractContextManager[Any]
         _check_alike(team, tensor)
         numel = -(-tensor.numel() // team.size)
         own = tensor.detach().reshape(-1)[team.index * numel : (team.index + 1) * numel]
-        values = F.pad(own, (0, numel - own.numel())) if own.numel() < numel else own.clone()
-        return _Part(values.cpu() if on_cpu else values, tensor.shape, tensor.device)
+        values = F.pad(own, (0, numel - own.numel())) if own.numel() < numel else own
+        device = torch.device("cpu") if on_cpu else tensor.device
+        if keep is not None:
+            kept, row = keep(values, device)
+            return _Part(kept, tensor.shape, tensor.device, row)
+        return _Part(values.to(device, copy=values is own), tensor.shape, tensor.device)
 
     def unpack(kept: torch.Tensor | _Part) -> torch.Tensor:
         if isinstance(kept, torch.Tensor):

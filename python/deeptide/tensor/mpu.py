@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -11,6 +12,30 @@ import torch
 from deeptide._C import ConfigError, World, stage_of_rank
 from deeptide.tensor.cutting.slices import Slice
 from deeptide.tensor.team import Team, make_team
+
+
+class OfTopology:
+    """Answers of a rank's place on a grid: what DeepSpeed asks where a PipelineModule has a topology, and no mpu."""
+
+    def __init__(self, topology: Any, rank: int) -> None:
+        self._sizes = {axis: int(topology.get_dim(axis)) for axis in ("pipe", "model")}
+        self._place = topology.get_coord(rank)
+
+    def get_model_parallel_world_size(self) -> int:
+        """How many ranks share this one's layers."""
+        return self._sizes["model"]
+
+    def get_model_parallel_rank(self) -> int:
+        """This rank's number among them."""
+        return int(self._place.model)
+
+    def get_pipe_parallel_world_size(self) -> int:
+        """The number of stages; 1 where the grid has no such axis."""
+        return max(self._sizes["pipe"], 1)
+
+    def get_pipe_parallel_rank(self) -> int:
+        """This rank's stage."""
+        return int(getattr(self._place, "pipe", 0))
 
 
 def _ask(mpu: object, what: str) -> Any:
@@ -51,8 +76,9 @@ def adopt(model: torch.nn.Module, mpu: object, world: World, timeout_s: float, s
     """The team of this rank's model-parallel group; None if it is alone. Collective. stages: of the model.
 
     Marks what the model's own layers have cut: parameters with `tensor_model_parallel` or `model_parallel`, and
-    `partition_dim`, 0 or 1. Errors: ConfigError if its groups are no neighbours, its stages are others, or a
-    marked parameter has no dimension.
+    `partition_dim`, 0 or 1. Gradients of whole parameters add up where `sequence_parallel` says that ranks have parts
+    of the positions, and in norms of the heads. Errors: ConfigError if its groups are no neighbours, its stages are
+    others, or a marked parameter has no dimension.
     """
     size, rank = int(_ask(mpu, "world_size")), int(_ask(mpu, "rank"))
     _check_stages(mpu, world, stages)
@@ -65,15 +91,39 @@ def adopt(model: torch.nn.Module, mpu: object, world: World, timeout_s: float, s
             f"{size} neighbours, such as ranks 0 to {size - 1}"
         )
     model.__dict__["tensor_team"] = team
+    pairs = _patterns_of_pairs(model)
     for path, module in model.named_modules():
+        of_heads, adding = _is_norm_of_heads(model, path), list[str]()
         for name, parameter in module.named_parameters(recurse=False):
-            slice_ = _slice_of(f"{path}.{name}" if path else name, parameter, size)
+            whole_name = f"{path}.{name}" if path else name
+            slice_ = _slice_of(whole_name, parameter, size, any(re.match(pair, whole_name) for pair in pairs))
             if slice_ is not None:
                 module.__dict__.setdefault("tensor_slices", {})[name] = slice_
+            elif of_heads or getattr(parameter, "sequence_parallel", False):
+                adding.append(name)
+        if adding:
+            module.__dict__["tensor_adds_up"] = frozenset(adding)
     return team
 
 
-def _slice_of(name: str, parameter: torch.nn.Parameter, size: int) -> Slice | None:
+def _is_norm_of_heads(model: torch.nn.Module, path: str) -> bool:
+    """Megatron names them so, and marks them for sequence parallelism only; latent attention's are of whole rows."""
+    of, _, name = path.rpartition(".")
+    if name not in ("q_layernorm", "k_layernorm"):
+        return False
+    return not getattr(getattr(model.get_submodule(of), "config", None), "multi_latent_attention", False)
+
+
+def _patterns_of_pairs(model: torch.nn.Module) -> list[str]:
+    """Names of parameters of which each rank has slices of two, as of gates and ups, though Megatron marks one.
+
+    Models of Megatron-DeepSpeed tell DeepSpeed's checkpoints so.
+    """
+    info = getattr(model, "universal_checkpoint_info", None)
+    return list(info().get("parameter_with_2_sub_params_cat_dim_0", ())) if callable(info) else []
+
+
+def _slice_of(name: str, parameter: torch.nn.Parameter, size: int, is_pair: bool = False) -> Slice | None:
     is_cut = getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False)
     if not is_cut:
         return None
@@ -83,5 +133,5 @@ def _slice_of(name: str, parameter: torch.nn.Parameter, size: int) -> Slice | No
             f"mpu: '{name}' is marked as model-parallel, and its partition_dim is {dim}; expected 0 or 1, the "
             "dimension along which ranks have slices"
         )
-    whole = parameter.shape[dim] * size
-    return Slice(dim, (whole // stride,) * stride)
+    blocks = max(stride, 2) if is_pair else stride
+    return Slice(dim, (parameter.shape[dim] * size // blocks,) * blocks)

@@ -14,9 +14,6 @@ namespace deeptide::config {
 /// The spellings of data types, for choice<DataType>.
 std::vector<std::pair<std::string_view, DataType>> data_types();
 
-/// Why what only observes a run has no effect: it changes no number, so it refuses no run either.
-inline constexpr const char* kNotSeen = "not there yet: nothing is reported, and the run is the same";
-
 std::vector<Key> top_level_keys();
 std::vector<Key> optimizer_sections();
 std::vector<Key> scheduler_sections();

@@ -86,7 +86,7 @@ PlanLine optimizer_of(const Design& design, const Config& config) {
   const bool measures = design.measures_ratio;
   if (measures && !on_host) line.memory_bytes = zero::total_bytes(states);
   if (engine::keeps_whole_states(design.rule.get())) {
-    line.memory_bytes += zero::SignExchange::forecast(design.trained_layouts(), design.num_ranks()).errors;
+    line.memory_bytes += zero::SignExchange::forecast(design.trained_layouts()).errors;
   }
   if (files) line.memory_bytes += files->num_slots * tiers::kSwapBlockBytes;
   if (config.runtime().on_skipped == OnSkipped::rewind) {  // a copy of states and masters
@@ -234,7 +234,7 @@ int64_t step_bytes(const Design& design) {
   int64_t bytes =
       zero::forecast_step(design.stepped(), *design.rule, design.hyperparameters, design.policy, design.num_ranks());
   if (keeps_whole_states(design.rule.get())) {
-    bytes += zero::SignExchange::forecast(design.trained_layouts(), design.num_ranks()).messages;
+    bytes += zero::SignExchange::forecast(design.trained_layouts()).messages;
   }
   return bytes;
 }

@@ -11,6 +11,7 @@
 #include "base/libraries/format.h"
 #include "deeptide/errors.h"
 #include "engine/design/choices.h"
+#include "optim/compressed/compressed_rule.h"
 
 namespace deeptide::engine {
 
@@ -140,13 +141,19 @@ std::vector<Refusal> of_training(const Config& config, const ModelFacts& model, 
   };
 }
 
-void refuse_tenancies(const Config& config, const world::Mesh& mesh, const optim::Rule* rule, bool steps_whole) {
-  const bool has_experts = mesh.size(world::Axis::expert) > 1;
+void refuse_tenancies(const Config& config, const Topology& topology, const optim::Rule* rule, bool steps_whole) {
+  const bool has_experts = topology.mesh.size(world::Axis::expert) > 1;
+  const bool has_copies = std::ranges::any_of(topology.tenancies, [](const Tenancy& tenancy) {
+    return tenancy.shard_over != tenancy.reduce_over;  // a slice has several owners
+  });
   const std::string subject = "units on axes of their own do not go with ";
   const std::string optimizer = subject + (rule ? rule->name() : "");
   const RuntimeConfig& runtime = config.runtime();
-  check(config, {{keeps_whole_states(rule), optimizer + ", whose ranks exchange signs over one team yet; ",
-                  "choose another optimizer"},
+  const bool takes_norms = keeps_whole_states(rule) && rule->compressed()->by_norms();
+  check(config, {{takes_norms, optimizer + ", whose steps by signs take norms of whole parameters; ",
+                  "choose OneBitAdam or ZeroOneAdam"},
+                 {keeps_whole_states(rule) && (has_experts || has_copies),
+                  optimizer + ", whose ranks exchange signs, yet; ", "choose another optimizer"},
                  {is_callers(rule) && steps_whole, optimizer + ", your own, which steps whole parameters; ",
                   "choose one that steps each element by itself, or name one of deeptide's in the configuration"},
                  {runtime.reduction != Reduction::ordered, subject + "a reduction in the transport's order; ",
@@ -156,11 +163,8 @@ void refuse_tenancies(const Config& config, const world::Mesh& mesh, const optim
                  {runtime.drift_interval > 0, subject + "deeptide.drift_interval yet; ", "leave it out"}});
 }
 
-void refuse_stages(const Config& config, const optim::Rule* rule) {
-  const std::string subject = "a pipeline does not go with ";
-  check(config, {{keeps_whole_states(rule), subject + (rule ? rule->name() : "") + ", whose ranks exchange signs; ",
-                  "choose another optimizer"},
-                 {config.runtime().keep_grad, subject + "deeptide.keep_grad yet; ", "leave it out"}});
+void refuse_stages(const Config& config) {
+  check(config, {{config.runtime().keep_grad, "a pipeline does not go with deeptide.keep_grad yet; ", "leave it out"}});
 }
 
 }  // namespace
@@ -183,8 +187,8 @@ void refuse(const Config& config, const ModelFacts& model, const optim::Rule* ru
 }
 
 void refuse_axes(const Config& config, const Topology& topology, const optim::Rule* rule, bool steps_whole) {
-  if (!topology.tenancies.empty()) refuse_tenancies(config, topology.mesh, rule, steps_whole);
-  if (topology.mesh.size(world::Axis::pipe) > 1) refuse_stages(config, rule);
+  if (!topology.tenancies.empty()) refuse_tenancies(config, topology, rule, steps_whole);
+  if (topology.mesh.size(world::Axis::pipe) > 1) refuse_stages(config);
 }
 
 void refuse(const Config& config, const ModelFacts& model, const optim::Rule& rule, const Outcome& outcome) {

@@ -283,8 +283,7 @@ std::vector<Verdict> Stepper::judge() {
     return comm::read_on_host(parts_.channels.reductions(), figures, {"step", "reading the norm of the gradients"});
   };
   // Nobody knows the norm of the mean where gradients stay with their ranks: the root of their mean square bounds it.
-  verdict.squares =
-      signs_ ? parts_.reducer->local_squares() / parts_.channels.data().size() : parts_.reducer->sum_of_squares(read);
+  verdict.squares = signs_ ? parts_.reducer->local_squares() : parts_.reducer->sum_of_squares(read);
   const auto seen = parts_.reducer->seen();
   verdict.has_seen_all = std::find(seen.begin(), seen.end(), 0) == seen.end();
   verdict.hyperparameters = digest_of(parts_.progress.hyperparameters);

@@ -13,7 +13,7 @@ using tiers::Block;
 SignSteps::SignSteps(const StepTools& tools, std::shared_ptr<device::Ledger> ledger)
     : tools_(tools),
       rule_(*tools.rule().compressed()),
-      exchange_(tools.states.units(), tools.group(), std::move(ledger), tools.device) {}
+      exchange_(tools.states.units(), tools.teams, std::move(ledger), tools.device) {}
 
 void SignSteps::step(gradients::Reducer& reducer, const StepInput& input) {
   const auto& active = input.active;

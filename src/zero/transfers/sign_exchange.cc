@@ -7,6 +7,8 @@
 
 #include <algorithm>
 
+#include "base/invariant.h"
+
 namespace deeptide::zero {
 
 using at::Tensor;
@@ -16,11 +18,13 @@ using sharding::Unit;
 
 namespace {
 
+int64_t num_ranks_of(const sharding::UnitLayout& unit) { return unit.numel / unit.shard; }
+
 /// Every slice has room for as many scales as the one with the most pieces of parameters.
-int64_t num_scales_of(const sharding::UnitLayout& unit, int num_ranks) {
-  const int64_t shard = unit.numel / num_ranks;
+int64_t num_scales_of(const sharding::UnitLayout& unit) {
+  const int64_t shard = unit.shard;
   int64_t most = 0;
-  for (int slice = 0; slice < num_ranks; ++slice) {
+  for (int64_t slice = 0; slice < num_ranks_of(unit); ++slice) {
     most = std::max<int64_t>(most, std::count_if(unit.slots.begin(), unit.slots.end(), [&](const auto& slot) {
                                return slot.numel > 0 && slot.offset < (slice + 1) * shard &&
                                       slot.offset + slot.numel > slice * shard;
@@ -31,17 +35,17 @@ int64_t num_scales_of(const sharding::UnitLayout& unit, int num_ranks) {
 
 }  // namespace
 
-SignExchange::SignExchange(const std::vector<Unit*>& units, comm::Group& group, std::shared_ptr<device::Ledger> ledger,
-                           at::Device device)
+SignExchange::SignExchange(const std::vector<Unit*>& units, const comm::TeamGroups& teams,
+                           std::shared_ptr<device::Ledger> ledger, at::Device device)
     : units_(units),
-      group_(group),
       ledger_(std::move(ledger)),
       device_(device),
       squares_(at::zeros({1}, at::TensorOptions().dtype(at::kDouble).device(device))) {
   for (const Unit* unit : units_) {
-    UnitMessages messages;
-    const int64_t shard = unit->numel() / group_.size();
-    for (int slice = 0; slice < group_.size(); ++slice) {
+    DEEPTIDE_INVARIANT(unit->layout().copies == 1, "unit '", unit->layout().name, "' has several owners of a slice");
+    UnitMessages messages{.group = &teams.of(unit->shard_over())};
+    const int64_t shard = unit->layout().shard;
+    for (int slice = 0; slice < messages.group->size(); ++slice) {
       std::vector<Piece> pieces;
       for (int p = 0; p < static_cast<int>(unit->parameters().size()); ++p) {
         const Parameter& parameter = unit->parameters()[p];
@@ -51,7 +55,7 @@ SignExchange::SignExchange(const std::vector<Unit*>& units, comm::Group& group, 
       }
       messages.slices.push_back(std::move(pieces));
     }
-    messages.num_scales = num_scales_of(unit->layout(), group_.size());
+    messages.num_scales = num_scales_of(unit->layout());
     messages.bytes = comm::SignCodec::bytes(shard, messages.num_scales);
     allocate(*unit, messages);
     messages_.push_back(std::move(messages));
@@ -59,7 +63,7 @@ SignExchange::SignExchange(const std::vector<Unit*>& units, comm::Group& group, 
 }
 
 void SignExchange::allocate(const Unit& unit, UnitMessages& messages) {
-  const int ranks = group_.size();
+  const int ranks = messages.group->size();
   const auto flat = [&](Role role, int64_t numel, at::ScalarType type) {
     return device::allocate_flat(ledger_, role, numel, type, device_);
   };
@@ -74,7 +78,7 @@ void SignExchange::allocate(const Unit& unit, UnitMessages& messages) {
 /// For the slice's active pieces. Parameters begin at multiples of 16 elements, so that signs begin at whole bytes.
 comm::SignCodec SignExchange::codec(int unit, int slice, const ActiveParameters& active) const {
   const auto& pieces = messages_[unit].slices[static_cast<size_t>(slice)];
-  const int64_t first = slice * (units_[unit]->numel() / group_.size());
+  const int64_t first = slice * units_[unit]->layout().shard;
   std::vector<comm::SignCodec::Piece> coded;
   for (size_t i = 0; i < pieces.size(); ++i) {
     if (!active.has(unit, pieces[i].parameter)) continue;
@@ -90,36 +94,37 @@ Tensor SignExchange::row(int unit, const Tensor& messages, int slice) const {
 
 void SignExchange::send(int unit, const ActiveParameters& active) {
   UnitMessages& own = messages_[unit];
-  if (group_.size() == 1) return;
-  const int64_t shard = units_[unit]->numel() / group_.size();
-  for (int slice = 0; slice < group_.size(); ++slice) {
+  if (group(unit).size() == 1) return;
+  const int64_t shard = units_[unit]->layout().shard;
+  for (int slice = 0; slice < group(unit).size(); ++slice) {
     codec(unit, slice, active).encode(own.carried.narrow(0, slice * shard, shard), row(unit, own.sent, slice));
   }
-  own.pending = group_.all_to_all(own.received, own.sent);
+  own.pending = group(unit).all_to_all(own.received, own.sent);
 }
 
 void SignExchange::serve(int unit, const ActiveParameters& active) {
   UnitMessages& own = messages_[unit];
-  if (group_.size() == 1) return;
-  group_.wait(own.pending, site(unit));
-  const auto own_slice = codec(unit, group_.index(), active);
-  for (int rank = 0; rank < group_.size(); ++rank) {  // in rank order: the mean is the same however messages arrive
-    own_slice.add(row(unit, own.received, rank), static_cast<double>(group_.size()), own.served);
+  if (group(unit).size() == 1) return;
+  group(unit).wait(own.pending, site(unit));
+  const auto own_slice = codec(unit, group(unit).index(), active);
+  for (int rank = 0; rank < group(unit).size();
+       ++rank) {  // in rank order: the mean is the same however messages arrive
+    own_slice.add(row(unit, own.received, rank), static_cast<double>(group(unit).size()), own.served);
   }
   own_slice.encode(own.served, row(unit, own.sent, 0));
-  own.pending = group_.all_gather(own.received, own.sent.narrow(0, 0, own.bytes));
+  own.pending = group(unit).all_gather(own.received, own.sent.narrow(0, 0, own.bytes));
 }
 
 void SignExchange::receive(int unit, const ActiveParameters& active, const Tensor& mean) {
   UnitMessages& own = messages_[unit];
-  if (group_.size() == 1) {
+  if (group(unit).size() == 1) {
     mean.copy_(own.carried);
     own.carried.zero_();
     return;
   }
-  group_.wait(own.pending, site(unit));
+  group(unit).wait(own.pending, site(unit));
   const int64_t shard = own.served.numel();
-  for (int slice = 0; slice < group_.size(); ++slice) {
+  for (int slice = 0; slice < group(unit).size(); ++slice) {
     codec(unit, slice, active).decode(row(unit, own.received, slice), mean.narrow(0, slice * shard, shard));
   }
   int64_t end = 0;  // of the parameters so far
@@ -146,23 +151,22 @@ void SignExchange::reset() {
   }
 }
 
-SignForecast SignExchange::predicted() const { return forecast(sharding::layouts_of(units_), group_.size()); }
+SignForecast SignExchange::predicted() const { return forecast(sharding::layouts_of(units_)); }
 
-SignForecast SignExchange::forecast(const std::vector<const sharding::UnitLayout*>& units, int num_ranks) {
+SignForecast SignExchange::forecast(const std::vector<const sharding::UnitLayout*>& units) {
   SignForecast bytes;
   for (const sharding::UnitLayout* unit : units) {
-    const int64_t errors = unit->numel + (num_ranks > 1 ? unit->numel / num_ranks : 0);
+    const int64_t ranks = num_ranks_of(*unit);
+    const int64_t errors = unit->numel + (ranks > 1 ? unit->shard : 0);
     bytes.errors += errors * static_cast<int64_t>(sizeof(float));
-    if (num_ranks > 1)
-      bytes.messages +=
-          2 * num_ranks * comm::SignCodec::bytes(unit->numel / num_ranks, num_scales_of(*unit, num_ranks));
+    if (ranks > 1) bytes.messages += 2 * ranks * comm::SignCodec::bytes(unit->shard, num_scales_of(*unit));
   }
   return bytes;
 }
 
 int64_t SignExchange::bytes_per_step() const {
   int64_t bytes = 0;
-  for (const UnitMessages& messages : messages_) bytes += 2 * (group_.size() - 1) * messages.bytes;
+  for (const UnitMessages& messages : messages_) bytes += 2 * (messages.group->size() - 1) * messages.bytes;
   return bytes;
 }
 

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "comm/codecs/sign_codec.h"
-#include "comm/group.h"
+#include "comm/team_groups.h"
 #include "device/memory/memory.h"
 #include "sharding/unit.h"
 #include "zero/states/step_counts.h"
@@ -25,13 +25,13 @@ struct SignForecast {
 /// Compressed mean with error feedback on both sides. A *piece* is what one slice of the unit holds of one parameter:
 /// it travels as its signs and one scale, the root of its mean square. Per unit, each rank sends its pieces of slice r
 /// to rank r; rank r adds their mean to its own error, splits that again, and sends it to all. All ranks then hold the
-/// same bits. With one rank nothing is compressed.
+/// same bits. With one rank nothing is compressed. The ranks are those of the unit's own team, as of a slice's.
 /// For each unit call carried, send, serve, receive; all units' `send` may precede the first `serve`.
 /// Source: Tang et al. arXiv:2102.02888, sec. 4; DeepSpeed's compressed_allreduce.
 class SignExchange {
  public:
-  SignExchange(const std::vector<sharding::Unit*>& units, comm::Group& group, std::shared_ptr<device::Ledger> ledger,
-               at::Device device);
+  SignExchange(const std::vector<sharding::Unit*>& units, const comm::TeamGroups& teams,
+               std::shared_ptr<device::Ledger> ledger, at::Device device);
 
   /// The error that this rank's signs have left (numel,) fp32: add what this rank offers, zero in the gaps between
   /// parameters.
@@ -48,7 +48,7 @@ class SignExchange {
   /// Forgets the errors: what they belong to has been replaced.
   void reset();
   SignForecast predicted() const;
-  static SignForecast forecast(const std::vector<const sharding::UnitLayout*>& units, int num_ranks);
+  static SignForecast forecast(const std::vector<const sharding::UnitLayout*>& units);
   /// Bytes that a rank sends to the others for one step of all units.
   int64_t bytes_per_step() const;
 
@@ -59,6 +59,7 @@ class SignExchange {
     int64_t count;
   };
   struct UnitMessages {
+    comm::Group* group = nullptr;  // over the unit's team
     std::vector<std::vector<Piece>> slices;
     int64_t num_scales = 0;  // that a slice's message has room for
     int64_t bytes = 0;       // of a slice's message
@@ -69,10 +70,10 @@ class SignExchange {
   comm::SignCodec codec(int unit, int slice, const ActiveParameters& active) const;
   at::Tensor row(int unit, const at::Tensor& messages, int slice) const;
   void allocate(const sharding::Unit& unit, UnitMessages& messages);
+  comm::Group& group(int unit) const { return *messages_[unit].group; }
   comm::Site site(int unit) const;
 
   std::vector<sharding::Unit*> units_;
-  comm::Group& group_;
   std::shared_ptr<device::Ledger> ledger_;
   at::Device device_;
   std::vector<UnitMessages> messages_;

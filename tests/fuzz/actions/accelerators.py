@@ -16,8 +16,19 @@ from torch import nn
 from actions.acts import is_raw
 
 DEVICE = "sim"
+SHARE = 0.2  # of programs
 SCHEDULES = ("random", "late", "late_default", "late_others")
 PATIENCE_MS = 20  # a host waits for other ranks, which wait for what this one's device holds back
+
+
+def drawn(choose, together):
+    """A program's. together: its ranks issue collectives in one order, which queues that streams share ask for."""
+    return {
+        "schedule": choose(SCHEDULES),
+        "delay_us": choose([0, 50, 300]),
+        "connections": choose([0, 0, 1, 2]) if together else 0,
+        "kernels": choose([False, True]),
+    }
 
 
 def lacks(act):

@@ -9,6 +9,7 @@ import cut
 import meshes
 import models
 import pytest
+import torch
 import torch.distributed as dist
 from accelerated import DEVICE, begin
 from conftest import run_processes, run_ranks
@@ -102,3 +103,34 @@ def test_four_ranks_train_as_the_whole_model_on_other_batches(mesh, stage):
     expected = run_ranks(data, meshes.train, "llama", meshes.config("llama", stage, gas=GAS), GAS)[0]
     cut.near(losses, expected[0], 1e-5, "losses")
     cut.near(norms, expected[1], 1e-4, "norms")
+
+
+def text_of(model, device):
+    tokens = torch.arange(8).view(2, 4).to(device)
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "no_repeat_ngram_size": 2}
+    return model.eval().generate(tokens, attention_mask=torch.ones_like(tokens), **options).tolist()
+
+
+def generate_in_stages(kind):
+    """Text of the whole model on a CPU, after a step of each."""
+    controls = begin()
+    controls.configure("late_default", max_delay_us=300, patience=20)
+    world = deeptide.make_world(dist.HashStore(), 0, 1)
+    whole = deeptide.initialize(model=meshes.make(kind), config=meshes.config(kind, 1, gas=1), world=world)[0]
+    whole.train_batch(iter(meshes.batches(kind, whole, 1, 1)))
+    engine = start(kind, meshes.config(kind, 3, gas=1, parallel={"pipeline": 2}))
+    engine.train_batch(placed(batch) for batch in meshes.batches(kind, engine, 1, 1))
+    assert text_of(engine.module, DEVICE) == text_of(whole.module, "cpu")
+    drawn = engine.module.generate(torch.ones(1, 2, dtype=torch.long, device=DEVICE), max_new_tokens=6, do_sample=True)
+    assert drawn.device.type == torch.device(DEVICE).type
+    found = [None] * 2
+    dist.all_gather_object(found, drawn.tolist())
+    assert found[0] == found[1]
+    assert controls.settle() == ""
+    engine.destroy()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_stages_generate_as_one(kind):
+    run_processes(2, generate_in_stages, kind, preload=("torch._dynamo",))

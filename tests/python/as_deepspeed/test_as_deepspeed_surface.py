@@ -162,6 +162,7 @@ def check_imports():
     os.environ.pop("LOCAL_WORLD_SIZE")
     deepspeed = interface()
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+    from deepspeed.checkpoint import ORIGINAL_VOCAB_SIZE
     from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT, ZERO_STAGE
     from deepspeed.elasticity import ensure_immutable_elastic_config
     from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder, FusedAdamBuilder, UtilsBuilder
@@ -178,6 +179,10 @@ def check_imports():
     )
     assert issubclass(ZeRORuntimeException, Exception) and callable(ensure_immutable_elastic_config)
     cpu = CPU_Accelerator()
+    assert ORIGINAL_VOCAB_SIZE == "original_vocab_size"
+    assert cpu.get_op_builder("CPUAdamBuilder") is CPUAdamBuilder
+    assert isinstance(cpu.create_op_builder("CPUAdamBuilder"), CPUAdamBuilder)
+    assert cpu.get_op_builder("FlashAttentionBuilder") is cpu.create_op_builder("FlashAttentionBuilder") is None
     assert cpu.device_name() == "cpu" and isinstance(cpu, deepspeed.accelerator.DeepSpeedAccelerator)
     for size, expected in ((None, 1), ("3", 3), ("0", 1)):
         os.environ.update({} if size is None else {"LOCAL_SIZE": size})

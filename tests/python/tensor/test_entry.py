@@ -108,6 +108,22 @@ def test_nothing_is_kept_of_an_activation_that_is_gone():
     assert len(_entries) == before
 
 
+@pytest.mark.parametrize("is_trained", [True, False])
+@pytest.mark.parametrize("goes_back", [True, False])
+def test_nothing_is_kept_of_a_leaf_that_is_gone(goes_back, is_trained):
+    team = FakeTeam()
+    (layer,) = layers(team, "a").values()
+    layer.weight.requires_grad_(is_trained)
+    x = torch.randn(3, 6, requires_grad=True)
+    entered = weakref.ref(x)
+    y = layer(x)
+    if goes_back:
+        y.sum().backward()
+    del x, y
+    gc.collect()
+    assert entered() is None
+
+
 def test_frozen_weights_autocast_and_modes_take_torchs_own_product():
     team = FakeTeam()
     q, k = layers(team, "qk").values()

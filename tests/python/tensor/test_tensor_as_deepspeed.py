@@ -9,13 +9,14 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import run_processes
+from conftest import run_processes, run_ranks
 from torch import nn
 from torch.nn import functional as F
 
 import deeptide
 from deeptide.pipeline import PipelineModule
 from deeptide.tensor import kept, make_team, mpu, team_of
+from deeptide.tensor.cutting.slices import Slice, adding_names, slices_of
 
 PRELOAD = ("deeptide.as_deepspeed.initialize", "deeptide.as_deepspeed.training.tensor_parallel", "deeptide.tensor.axis")
 SIZE = 2
@@ -133,17 +134,23 @@ class Recomputed(Megatron):
         return deepspeed("training.checkpointing").checkpoint(lambda x: super(Recomputed, self).run(block, x), x)
 
 
-def recomputed(in_parts, on_cpu=False):
+def recomputed(in_parts, on_cpu=False, contiguous=False):
     """(losses, norms, (elements kept, elements of the whole) of each argument that is kept in a part)."""
     parts, plain = [], kept._Part
 
     class Part(plain):
-        def __new__(cls, values, shape, device):
+        def __new__(cls, values, shape, device, *row):
             parts.append((values.numel(), shape.numel()))
-            return plain(values, shape, device)
+            assert bool(row) == contiguous and (not row or row[0] is not None)
+            return plain(values, shape, device, *row)
 
     kept._Part = Part
-    deepspeed("training.checkpointing").configure(partition_activations=in_parts, checkpoint_in_cpu=on_cpu)
+    deepspeed("training.checkpointing").configure(
+        partition_activations=in_parts,
+        checkpoint_in_cpu=on_cpu,
+        contiguous_checkpointing=contiguous,
+        num_checkpoints=8,
+    )
     try:
         model = models.make_model(kind=Recomputed)
         model.cut(dist.get_rank())
@@ -152,7 +159,9 @@ def recomputed(in_parts, on_cpu=False):
         engine.destroy()
     finally:
         kept._Part = plain
-        deepspeed("training.checkpointing").configure(partition_activations=False, checkpoint_in_cpu=False)
+        deepspeed("training.checkpointing").configure(
+            partition_activations=False, checkpoint_in_cpu=False, contiguous_checkpointing=False
+        )
     return losses, norms, parts
 
 
@@ -162,7 +171,7 @@ def begin_in_parts():
     whole, in_parts, on_cpu = recomputed(False), recomputed(True), recomputed(True, on_cpu=True)
     assert whole[2] == []
     assert in_parts[:2] == whole[:2]
-    assert on_cpu == in_parts
+    assert on_cpu == in_parts == recomputed(True, contiguous=True)
     assert len(in_parts[2]) >= cut.STEPS  # an argument of each block in each step
     assert all(own == -(-numel // SIZE) for own, numel in in_parts[2])
 
@@ -245,7 +254,7 @@ class MarkedBlock(models.Block):
         return x + _Reduced.apply(F.linear(hidden, self.down.weight), self.group) + self.down.bias
 
 
-def staged(num_stages, group):
+def staged(num_stages, group, topology=None):
     """A PipelineModule of blocks; of two stages, whose blocks are cut."""
     layers = [nn.Linear(6, 20), *(MarkedBlock(20) for _ in range(4)), nn.Linear(20, 5)]
     for number, layer in enumerate(layers):
@@ -258,12 +267,14 @@ def staged(num_stages, group):
             layer.group = group
     loss = lambda output, labels: F.mse_loss(output, labels)  # noqa: E731
     world = None if num_stages > 1 else deeptide.make_world(dist.HashStore(), 0, 1)
-    return PipelineModule(layers, num_stages=num_stages, loss_fn=loss, world=world), world
+    place = {"num_stages": num_stages} if topology is None else {"topology": topology}
+    return PipelineModule(layers, **place, loss_fn=loss, world=world), world
 
 
-def steps_of_stages(engine):
+def steps_of_stages(engine, reads=True):
     draws = torch.Generator().manual_seed(2)
     given = iter([(torch.randn(2, 6, generator=draws), torch.randn(2, 5, generator=draws)) for _ in range(6)])
+    given = given if reads else None
     return [(engine.train_batch(given).item(), engine.get_global_grad_norm()) for _ in range(3)]
 
 
@@ -290,6 +301,63 @@ def begin_with_stages():
 @pytest.mark.costly
 def test_an_mpu_tells_of_the_models_stages():
     run_processes(2 * SIZE, begin_with_stages, preload=(*PRELOAD, "deeptide.pipeline.engine"))
+
+
+def begin_by_topology():
+    """Without an mpu, as Megatron-DeepSpeed does. The first of the ranks that share layers alone reads batches."""
+    deepspeed("initialize").init_distributed()
+    groups = [dist.new_group([first, first + 1]) for first in (0, 2)]
+    group, is_first = groups[dist.get_rank() // 2], dist.get_rank() % 2 == 0
+    grid = deepspeed("pipe.topology").PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)
+    engine = deeptide.initialize(model=staged(2, group, grid)[0], config=models.config(1, gas=2))[0]
+    assert engine.mesh == {"pipe": 2, "data": 1, "tensor": 2}
+
+    def shared(batch):
+        batch = (torch.empty(2, 6), torch.empty(2, 5)) if batch is None else batch
+        for tensor in batch:
+            dist.broadcast(tensor, dist.get_rank() // 2 * 2, group=group)
+        return batch
+
+    with pytest.raises(ValueError, match=r"need an iterator|has no micro-batches"):
+        engine.train_batch()
+    engine.set_batch_fn(lambda batch: batch[0])
+    with pytest.raises(ValueError, match=r"given None, raised TypeError|has no micro-batches"):
+        engine.train_batch()
+    engine.set_batch_fn(shared)
+    model, world = staged(1, None)
+    whole = deeptide.initialize(model=model, config=models.config(1, gas=2), world=world)[0]
+    cut.near(steps_of_stages(engine, is_first), steps_of_stages(whole), 1e-5, "losses and norms")
+
+
+@pytest.mark.costly
+def test_a_topology_tells_who_shares_layers():
+    run_processes(2 * SIZE, begin_by_topology, preload=(*PRELOAD, "deeptide.pipeline.engine"))
+
+
+class Marked(nn.Module):
+    """Parameters as Megatron marks them, and names them."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.q_layernorm = nn.Linear(4, 4), nn.LayerNorm(4), nn.LayerNorm(4)
+        self.norm.weight.sequence_parallel, self.norm.bias.sequence_parallel = True, False
+        self.up.weight.tensor_model_parallel, self.up.weight.partition_dim = True, 0
+
+    def universal_checkpoint_info(self):
+        return {"parameter_with_2_sub_params_cat_dim_0": [r"up\.weight"]}
+
+
+def test_marks_tell_whose_gradients_add_up_and_which_slices_are_pairs():
+    def rank(world):
+        model = Marked()
+        tall = Mpu()
+        tall.get_model_parallel_rank = lambda: world.rank
+        mpu.adopt(model, tall, world, 60.0)
+        return list(adding_names(model)), dict(slices_of(model))
+
+    for adding, slices in run_ranks(SIZE, rank):
+        assert adding == ["norm.weight", "q_layernorm.weight", "q_layernorm.bias"]
+        assert slices == {"up.weight": Slice(0, (4, 4))}
 
 
 def test_a_marked_parameter_needs_its_dimension():

@@ -223,7 +223,7 @@ def whole_steps(parameters):
     ("make", "more", "text"),
     [
         (whole_steps, {}, r"Adafactor, your own, which steps whole parameters; choose one"),
-        (None, {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}}, r"OneBitAdam, whose ranks exchange"),
+        (None, {"optimizer": {"type": "OneBitLamb", "params": {"lr": 1e-3}}}, r"OneBitLamb, whose steps by signs take"),
     ],
     ids=["whole", "signs"],
 )

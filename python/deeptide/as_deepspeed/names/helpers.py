@@ -69,6 +69,7 @@ HELPERS: dict[str, dict[str, Name]] = {
     "deepspeed.accelerator.cpu_accelerator": {"CPU_Accelerator": works("deeptide.accelerator:CPUAccelerator")},
     "deepspeed.accelerator.cuda_accelerator": {"CUDA_Accelerator": works("deeptide.accelerator:CUDAAccelerator")},
     "deepspeed.accelerator.abstract_accelerator": {"DeepSpeedAccelerator": works("deeptide.accelerator:Accelerator")},
+    "deepspeed.checkpoint": _all("constants.checkpoint", *_assigned("constants.checkpoint")),
     "deepspeed.checkpoint.constants": _all("constants.checkpoint", *_assigned("constants.checkpoint")),
     "deepspeed.elasticity": {
         "ensure_immutable_elastic_config": works("deeptide.elasticity:ensure_immutable_elastic_config")

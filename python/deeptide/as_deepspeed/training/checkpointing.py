@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's activation checkpointing: torch's, in CPU memory or in parts on ranks that share layers."""
+"""DeepSpeed's activation checkpointing: torch's, in CPU memory, in buffers, or in parts on ranks that share layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 import torch.utils.checkpoint
 
 from deeptide.as_deepspeed.helpers import groups
-from deeptide.as_deepspeed.training import rng_tracker
+from deeptide.as_deepspeed.training import boundaries, rng_tracker
+from deeptide.as_deepspeed.training.argument_rows import ArgumentRows
 from deeptide.as_deepspeed.training.rng_tracker import (
     RngTracker,
     get_cuda_rng_tracker,
@@ -35,7 +36,16 @@ __all__ = [
     "set_num_layers",
 ]
 
-_state = {"configured": False, "cpu": False, "partition": False}
+_state = {
+    "configured": False,
+    "cpu": False,
+    "partition": False,
+    "contiguous": False,
+    "synchronize": False,
+    "profile": False,
+}
+_number: int | None = None  # of checkpoints that keep their arguments at once
+_rows: ArgumentRows | None = None
 
 
 def configure(
@@ -50,9 +60,14 @@ def configure(
 ) -> None:
     """checkpoint_in_cpu keeps activations in CPU memory, partition_activations a part of them on each rank of a team.
 
-    `mpu_` tells ranks' seeds apart; the rest has no effect. deepspeed_config: a dictionary or a path, whose
-    "activation_checkpointing" says cpu_checkpointing and partition_activations; arguments win.
+    contiguous_checkpointing keeps them in buffers that are made once, with room for num_checkpoints at a time.
+    synchronize waits for the device at the begin and end of each checkpoint's forward and backward; profile logs how
+    long they took, in ms. `mpu_` tells ranks' seeds apart. deepspeed_config: a dictionary or a path, whose
+    "activation_checkpointing" has these by its own names; arguments win.
+
+    Errors: ValueError if contiguous_checkpointing has no num_checkpoints.
     """
+    global _number
     _state["configured"] = True
     if mpu_ is not None:
         rng_tracker.mpu = mpu_
@@ -64,11 +79,23 @@ def configure(
     given = {
         "cpu": (checkpoint_in_cpu, "cpu_checkpointing"),
         "partition": (partition_activations, "partition_activations"),
+        "contiguous": (contiguous_checkpointing, "contiguous_memory_optimization"),
+        "synchronize": (synchronize, "synchronize_checkpoint_boundary"),
+        "profile": (profile, "profile"),
     }
     for name, (argument, key) in given.items():
         value = section.get(key) if argument is None else argument
         if value is not None:
             _state[name] = bool(value)
+    number = section.get("number_checkpoints") if num_checkpoints is None else num_checkpoints
+    if number is not None:
+        set_num_layers(number)
+    if _state["contiguous"] and not _number:
+        _state["contiguous"] = False
+        raise ValueError(
+            "configure: contiguous_checkpointing needs num_checkpoints, the number of checkpointed calls whose "
+            f"arguments are kept at once, got {_number}: give it, as of the layers in one forward"
+        )
 
 
 def is_configured() -> bool:
@@ -77,11 +104,15 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Nothing is kept between steps."""
+    """Drops the buffers of contiguous_checkpointing."""
+    global _rows
+    _rows = None
 
 
 def set_num_layers(nlayers: int) -> None:
-    """No buffer is sized by it."""
+    """The same as configure(num_checkpoints=…)."""
+    global _number
+    _number = nlayers
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
@@ -89,19 +120,40 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
     _state["partition"] = bool(partition_activation)
 
 
+def _begun_rows() -> ArgumentRows | None:
+    """The buffers of contiguous_checkpointing, at the begin of a checkpoint."""
+    global _rows
+    if not _state["contiguous"] or not _number:
+        return None
+    if _rows is None or _rows.number != _number:
+        _rows = ArgumentRows(_number)
+    _rows.begin()
+    return _rows
+
+
 def _place() -> contextlib.AbstractContextManager[Any]:
     """Around a checkpoint: where its arguments are kept."""
     team = groups.team if _state["partition"] else None
+    rows = _begun_rows()
     if team is not None and team.size > 1:
         from deeptide.tensor.kept import partitioned
 
-        return partitioned(team, _state["cpu"])
+        return partitioned(team, _state["cpu"], None if rows is None else rows.keep)
+    if rows is not None:
+        return rows.hooks(_state["cpu"])
     return torch.autograd.graph.save_on_cpu() if _state["cpu"] else contextlib.nullcontext()
 
 
 def _run(function: Callable[..., Any], args: tuple[Any, ...], use_reentrant: bool) -> Any:
-    with _place():
-        return torch.utils.checkpoint.checkpoint(rng_tracker.repeatable(function), *args, use_reentrant=use_reentrant)
+    synchronizes, profiles = _state["synchronize"], _state["profile"]
+    is_watched = synchronizes or profiles
+    with boundaries.forward(synchronizes, profiles) if is_watched else contextlib.nullcontext(), _place():
+        outputs = torch.utils.checkpoint.checkpoint(
+            rng_tracker.repeatable(function), *args, use_reentrant=use_reentrant
+        )
+    if is_watched:
+        boundaries.watch_backward(outputs, args, use_reentrant, synchronizes, profiles)
+    return outputs
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:

@@ -30,6 +30,7 @@ from deeptide.pipeline.cutting.ties import Place, Tie, Ties
 from deeptide.pipeline.passing.elsewhere import Elsewhere, ElsewhereError
 from deeptide.pipeline.passing.hidden import Hidden, state_of
 from deeptide.pipeline.passing.passage import Passage, kind_of, stage_blocks
+from deeptide.pipeline.passing.relay import Relay, relayed
 from deeptide.pipeline.passing.skips import Skips
 from deeptide.pipeline.place import place
 
@@ -104,8 +105,9 @@ class BlockCut:
             share()
         self.ties = Ties(self._ties(), stage_id)
         self.taken: set[int] = set()  # ids of parameters of other stages, while `undo` may bring them back
+        self.relay = Relay(stage_id, num_stages, list(self._placed(chain, parts)), self.ties)
         self._take_out(model, chain)
-        self._classes = [(block, type(block)) for block in chain.blocks]
+        self._classes = [(module, type(module)) for module in (*chain.blocks, model)]
         own = [number for number, part in enumerate(parts) if part % num_stages == stage_id]
         self.own_blocks = {chain.names[number]: chain.blocks[number] for number in own}
         # One chunk has nothing to hide: it computes with all that its stage has.
@@ -113,8 +115,9 @@ class BlockCut:
         self._hidden = [Hidden(self._unused_by(chain, chunk)) for chunk in chunks]
         hidden = {number: self._hidden_block(chain, number) for number in (own if chunks else ())}
         self.skips = Skips(model, chain.names)
-        self.passage = Passage(chain.names, parts, num_stages, hidden, len(chain.parts) > 1, self.skips)
+        self.passage = Passage(chain.names, parts, num_stages, hidden, len(chain.parts) > 1, self.skips, self.relay)
         stage_blocks(chain.blocks, self.passage)
+        model.__class__ = relayed(type(model), self.relay, self.passage.is_running)
 
     def _places(self) -> Iterator[tuple[str, torch.nn.Module, str, torch.nn.Parameter, list[int]]]:
         """(path, module, attribute, parameter, stages that use the module), in the order of all stages."""
@@ -159,6 +162,19 @@ class BlockCut:
             self.taken.update(id(parameter) for _, parameter in foreign)
             for name in [name for name, _ in foreign] + buffers:
                 held.take(name, f"{path}.{name}" if path else name, self._dtype)
+
+    def _placed(self, chain: Chain, parts: list[int]) -> Iterator[tuple[str, torch.nn.Module, int]]:
+        """The blocks and the outermost modules with parameters around them; with the stages that compute them."""
+        for name, block, part in zip(chain.names, chain.blocks, parts, strict=True):
+            yield name, block, part % self.num_stages
+        seen = {id(module) for block in chain.blocks for module in block.modules()}
+        inside: tuple[str, ...] = ()
+        for path, module in self._model.named_modules():
+            has_blocks = any(not path or name.startswith(path + ".") for name in chain.names)
+            if has_blocks or id(module) in seen or path.startswith(inside) or next(module.parameters(), None) is None:
+                continue
+            inside = (*inside, path + ".")
+            yield path, module, self._uses[id(module)][0]
 
     def _part(self, chunk: int) -> int:
         return chunk * self.num_stages + self.stage_id

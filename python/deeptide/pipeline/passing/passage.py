@@ -11,20 +11,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from deeptide._model.recomputation import in_backward
+from deeptide._model.recomputation import in_backward, kept_as_they_are
 from deeptide.pipeline.cutting.digest import digest
 from deeptide.pipeline.errors import PipelineError
 from deeptide.pipeline.passing.derived import Derived
 from deeptide.pipeline.passing.elsewhere import Elsewhere, ElsewhereError, MadeElsewhere, elsewhere_in, with_received
 from deeptide.pipeline.passing.hidden import Hidden
 from deeptide.pipeline.passing.letters import tensors_in
+from deeptide.pipeline.passing.relay import Relay
 from deeptide.pipeline.passing.skips import Skips, with_zeros
 
 _CARRIED = "tensors that a block is called with, by their places"  # what travels under this key
@@ -50,11 +51,6 @@ class _NoDraws(TorchDispatchMode):
                 "in a block, or give them with the batch"
             )
         return func(*args, **(kwargs or {}))
-
-
-def _kept_as_they_are() -> AbstractContextManager[Any]:
-    """Keeps what backward needs, also within a checkpoint, which could not compute a passed-over block again."""
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 class _Block:
@@ -90,6 +86,7 @@ class Passage:
     are given more than the one before returns, as a decoder's are; else what it is handed. A chain of one part turns to
     that where the first forward of a kind shows that its blocks are.
     skips: what travels besides to later parts than the next, or for other uses than by blocks.
+    relay: of forwards that are none of these, without gradients.
     """
 
     def __init__(
@@ -100,7 +97,9 @@ class Passage:
         hidden: dict[int, Hidden],
         carries: bool,
         skips: Skips,
+        relay: Relay,
     ) -> None:
+        self._relay = relay
         self._names, self._parts, self._last, self._num_stages = names, parts, parts[-1], num_stages
         self._hidden, self._carries, self._skips = hidden, carries, skips
         self._here = -1  # the part that runs
@@ -214,6 +213,10 @@ class Passage:
         self._lacks = True
         return True
 
+    def is_running(self) -> bool:
+        """Whether a step of the engine's runs the model."""
+        return self._is_running
+
     def lacks(self, error: ElsewhereError) -> bool:
         """Whether an error of the loss means that the forward is made again."""
         return self._goes_without(error.tensors)
@@ -236,11 +239,13 @@ class Passage:
         part = self._parts[block.number]
         if in_backward():
             return self._again(block, call, args, kwargs)
+        if self._relay.is_open:
+            return call(*args, **kwargs)
         if not self._is_running:
             raise PipelineError(
                 f"{self._name(block.number)}: the model is cut into {self._num_stages} stages; call "
-                "engine.train_batch() and engine.eval_batch(), on all ranks; generate() needs the whole model, as "
-                "engine.save_16bit_model() writes it"
+                "engine.train_batch() and engine.eval_batch(), on all ranks, or without gradients the whole model and "
+                "its generate()"
             )
         if block.number <= self._at:
             raise PipelineError(
@@ -368,7 +373,7 @@ class Passage:
         args, kwargs = block.put_in(tree_map_only(torch.Tensor, bare, handed), args, kwargs)
         hidden = self._hidden.get(block.number)
         with (
-            _kept_as_they_are() if has_values else torch.no_grad(),
+            kept_as_they_are() if has_values else torch.no_grad(),
             nullcontext() if hidden is None else hidden(),
             _NoDraws() if has_values else nullcontext(),  # type: ignore[no-untyped-call, unused-ignore]
             MadeElsewhere(origin),

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""Stands for the output of a forward on a stage that does not have it: its loss, and shapes."""
+"""Stands for the output of a forward on a stage that does not have it: its loss and shapes, or copies."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class StageOutput(dict[str, Any]):
     def _refuse(self, name: object) -> str:
         return (
             f"the model's output: {name!r} is on the last stage of the pipeline alone, and the others have its loss; "
-            "use it where engine.is_last_stage()"
+            "use it where engine.is_last_stage(), or set parallel.pipeline.outputs to broadcast for tensors and numbers"
         )
 
     def __missing__(self, key: object) -> Any:
@@ -60,13 +60,13 @@ class StageOutput(dict[str, Any]):
         raise KeyError(self._refuse(key))
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loss" and "loss" in self:
-            return self["loss"]
+        if name in self:
+            return self[name]
         raise AttributeError(self._refuse(name))
 
 
-class _Loss(torch.autograd.Function):
-    """The loss on a stage that does not compute it."""
+class _Value(torch.autograd.Function):
+    """A value with a gradient on a stage that does not compute it."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
@@ -88,7 +88,30 @@ def stand_in(numbers: list[float], device: torch.device) -> Any:
         return Elsewhere(torch.empty(shape, dtype=dtype, device="meta"), "the model's output", device)
     loss = torch.tensor(numbers[1], dtype=dtype, device=device)
     if has_gradient:
-        loss = _Loss.apply(loss.requires_grad_())  # type: ignore[no-untyped-call, unused-ignore]
+        loss = _Value.apply(loss.requires_grad_())  # type: ignore[no-untyped-call, unused-ignore]
     if kind == _SEQUENCE:
         return (loss, *[StageOutput() for _ in range(int(numbers[5]) - 1)])
     return loss if kind == _LOSS else StageOutput(loss=loss)
+
+
+def content_of(output: Any) -> Any:
+    """The part of an output that travels: tensors, numbers and texts, in tuples, lists and dictionaries."""
+    if isinstance(output, Mapping):
+        return {key: content_of(value) for key, value in output.items()}
+    if isinstance(output, (tuple, list)):
+        items = [content_of(item) for item in output]
+        return tuple(items) if isinstance(output, tuple) else items
+    if output is None or isinstance(output, (torch.Tensor, bool, int, float, str)):
+        return output
+    return {}  # such as a cache of keys
+
+
+def with_content(content: Any) -> Any:
+    """An output on a stage that was sent its content; dictionaries have attributes, as the model's own output."""
+    if isinstance(content, torch.Tensor):
+        return _Value.apply(content) if content.requires_grad else content  # type: ignore[no-untyped-call, unused-ignore]
+    if isinstance(content, dict):
+        return StageOutput({key: with_content(value) for key, value in content.items()})
+    if isinstance(content, (tuple, list)):
+        return type(content)(map(with_content, content))
+    return content

@@ -33,13 +33,17 @@ def take(
     apart: Callable[[Any], tuple[Any, Any]],
     device: Any,
 ) -> tuple[list[tuple[Any, Any]], str]:
-    """Takes `count` micro-batches `apart`; returns them, or what was wrong: "end", or a text."""
+    """Takes `count` micro-batches `apart`; returns them, or what was wrong: "end", or a text.
+
+    Without an iterator batch_fn is given None: it may take what a rank that shares its layers has read.
+    """
     taken: list[tuple[Any, Any]] = []
-    if batches is None:
-        return taken, "the stages that read batches need an iterator: give one, or training_data to initialize"
+    missing = "the stages that read batches need an iterator: give one, or training_data to initialize"
+    if batches is None and batch_fn is None:
+        return taken, missing
     for index in range(count):
         try:
-            batch = next(batches)
+            batch = None if batches is None else next(batches)
         except StopIteration:
             if index == 0:
                 return taken, "end"
@@ -47,7 +51,12 @@ def take(
                 f"the iterator ended after {index} of {count} micro-batches: drop the last incomplete batch of the "
                 "data, or use deeptide.RepeatingLoader"
             )
-        batch = batch if batch_fn is None else batch_fn(batch)
+        try:
+            batch = batch if batch_fn is None else batch_fn(batch)
+        except Exception as error:
+            if batches is not None:
+                raise
+            return taken, f"{missing}; the batch_fn, which was given None, raised {type(error).__name__}: {error}"
         taken.append(apart(tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch)))
     return taken, ""
 

@@ -12,7 +12,7 @@ from deeptide.engine import Engine
 from deeptide.pipeline.cutting.digest import digest
 from deeptide.pipeline.errors import PipelineError
 from deeptide.pipeline.passing.letters import tensors_in
-from deeptide.pipeline.passing.stand_ins import NUMBERS, describe, loss_in, stand_in
+from deeptide.pipeline.passing.stand_ins import NUMBERS, content_of, describe, loss_in, stand_in, with_content
 from deeptide.pipeline.step import batches as micro_batches
 from deeptide.pipeline.step.stage_run import StageRun
 from deeptide.pipeline.step.undo import Undo
@@ -38,8 +38,11 @@ class PlainLoop(StageRun):
         self._forwards: list[_Forward] = []
         self._owes = False  # gradients of tied weights that have not gone to their owner
 
-    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model's output on the last stage, its loss on the others. Errors: ValueError if their batches differ."""
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], broadcasts: bool) -> Any:
+        """The model's output on the last stage; on the others its loss or, if it `broadcasts`, copies.
+
+        Errors: ValueError if their batches differ.
+        """
         assert self._stage is not None and self._letters is not None
         micro_batches.agree(self._stage, "", digest((args, kwargs), with_floats=True))
         trains = torch.is_grad_enabled()
@@ -49,12 +52,23 @@ class PlainLoop(StageRun):
             self._ties.is_open = trains
         received, output = self._pass((args, kwargs))
         if self._here == self._last:
-            self._model.check_output(output if isinstance(output, torch.Tensor) else loss_in(output))
+            self._model.check_output(output if broadcasts or isinstance(output, torch.Tensor) else loss_in(output))
         if trains:
             sent = tensors_in(output) if self._here < self._last else []
             inputs = [tensor for tensor in tensors_in(received) if tensor.requires_grad]
             self._forwards.append(_Forward(inputs, [tensor for tensor in sent if tensor.requires_grad]))
-        return self._told(output)
+        told = self._told(output)
+        return self.share(output) if broadcasts else told
+
+    def share(self, output: Any) -> Any:
+        """The last stage's output on all stages, as far as it is tensors and plain values. After `meet`."""
+        assert self._stage is not None
+        if self._here < self._last:
+            return with_content(self._receive("output", 0, self._last))
+        for stage in range(self._last):
+            self._send("output", 0, content_of(output), stage)
+        self._stage.flush()
+        return output
 
     def _pass(self, inputs: Any) -> tuple[Any, Any]:
         """(received, output) of this stage. A forward of a new kind is made again while a stage lacks values."""

@@ -102,10 +102,10 @@ def slices_of(module: torch.nn.Module) -> Iterator[tuple[str, Slice]]:
 def adding_names(module: torch.nn.Module) -> Iterator[str]:
     """Parameters that are whole on each rank, and see a part of the features there: their gradients add up."""
     for path, child in module.named_modules(remove_duplicate=False):
-        if child.__dict__.get("tensor_adds_up"):
-            for name, _ in child.named_parameters(recurse=False):
-                if name not in child.__dict__.get("tensor_slices", {}):
-                    yield f"{path}.{name}" if path else name
+        adds_up = child.__dict__.get("tensor_adds_up", ())  # names, or True: all that are whole
+        for name, _ in child.named_parameters(recurse=False) if adds_up else ():
+            if name not in child.__dict__.get("tensor_slices", {}) and (adds_up is True or name in adds_up):
+                yield f"{path}.{name}" if path else name
 
 
 def cut_parameter(module: torch.nn.Module, name: str, slice_: Slice, team: Team) -> None:

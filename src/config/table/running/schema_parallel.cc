@@ -30,7 +30,10 @@ Key parallel_section() {
                       list("cut", Kind::word, words({"by_block"}),
                            "by_block: stages get consecutive blocks, by their parameters; or names of the blocks "
                            "with which the stages after the first begin, and with chunks their later runs.")
-                          .or_one()})
+                          .or_one(),
+                      choice("outputs", "last", {"last", "broadcast"},
+                             "Stages that get what a forward of the program's own, or an evaluation, returns besides "
+                             "the loss: the last one, or all.")})
                      .or_first_key(),
                  integer("tensor", 1, "Ranks that share each layer, neighbours on one host.").at_least(1),
                  integer("data", {}, "Ranks that train on different batches.")

@@ -7,6 +7,8 @@
 namespace deeptide::config {
 namespace {
 
+constexpr const char* kByConfigure = "python/deeptide/as_deepspeed/training/checkpointing.py";
+
 Key activation_checkpointing_section() {
   return section(
       "activation_checkpointing",
@@ -35,19 +37,23 @@ Key activation_checkpointing_section() {
           flag("partition_activations", false,
                "deepspeed.checkpointing.configure(deepspeed_config=…) makes its checkpoint function keep a part of "
                "its arguments on each of the ranks that share layers.")
-              .read_by("python/deeptide/as_deepspeed/training/checkpointing.py"),
-          integer("number_checkpoints", {}, "Kept activations.")
+              .read_by(kByConfigure),
+          integer("number_checkpoints", {},
+                  "Checkpointed calls whose arguments are kept at once, for contiguous memory.")
               .at_least(0)
-              .never("it sizes a buffer of DeepSpeed's; torch keeps activations one by one"),
-          flag("contiguous_memory_optimization", false, "Keep them in one buffer.")
-              .never("torch.utils.checkpoint keeps activations one by one"),
-          flag("synchronize_checkpoint_boundary", false, "Synchronise the device at each.")
-              .never("nothing depends on it but DeepSpeed's timers"),
-          flag("profile", false, "Time each.").never(kNotSeen),
+              .read_by(kByConfigure),
+          flag("contiguous_memory_optimization", false,
+               "deepspeed.checkpointing.configure(deepspeed_config=…) makes its checkpoint function keep its "
+               "arguments in buffers that are made once.")
+              .read_by(kByConfigure),
+          flag("synchronize_checkpoint_boundary", false,
+               "It makes the function wait for the device at the begin and end of forward and backward.")
+              .read_by(kByConfigure),
+          flag("profile", false, "It makes the function log how long forward and backward took.").read_by(kByConfigure),
           flag("cpu_checkpointing", false,
                "deepspeed.checkpointing.configure(deepspeed_config=…) makes its checkpoint function keep "
                "activations in CPU memory.")
-              .read_by("python/deeptide/as_deepspeed/training/checkpointing.py"),
+              .read_by(kByConfigure),
       });
 }
 

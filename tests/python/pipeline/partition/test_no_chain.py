@@ -283,8 +283,6 @@ def reads_other_batches(world):
         engine.train_batch(iter(list(families.batches("llama", 0, 1, 1, GAS))[: GAS - world.rank]))
     with pytest.raises(PipelineError, match=r"layers\.0: the model is cut into 2 stages; call engine\.train_batch"):
         engine.module(input_ids=torch.ones(1, 3, dtype=torch.long))
-    with pytest.raises(PipelineError, match=r"generate\(\) needs the whole model, as engine\.save_16bit_model\(\)"):
-        engine.module.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=2, pad_token_id=0)
     for method in (engine.snapshot, engine.compile):
         with pytest.raises(PipelineError, match=f"{method.__name__}: not supported yet with a model that is cut"):
             method()

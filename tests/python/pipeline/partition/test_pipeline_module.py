@@ -85,6 +85,20 @@ def test_a_specification_builds_later_and_checks_its_class():
     assert TiedLayerSpec("key", Linear, 2, 2, tied_weight_attr="bias").tied_weight_attr == ["bias"]
 
 
+class Named(Linear):
+    """A layer with another name for its weight, as Megatron's embedding has."""
+
+    @property
+    def words(self):
+        return self.weight
+
+
+def test_a_tied_weight_may_be_a_property():
+    assert isinstance(TiedLayerSpec("key", Named, 2, 2, tied_weight_attr="words").build(), Named)
+    with pytest.raises(AttributeError, match=r"Named has no parameter 'words.more'"):
+        TiedLayerSpec("key", Named, 2, 2, tied_weight_attr="words.more").build()
+
+
 def impossible(world):
     with pytest.raises(ConfigError, match=r"a pipeline of 4 stages over 6 ranks.*with 6 ranks take 3 or 6 stages"):
         PipelineModule(stages.layers(), num_stages=4, world=world)
