@@ -18,8 +18,8 @@ namespace deeptide {
 
 inline constexpr std::chrono::milliseconds kLong{60'000};
 
-inline std::shared_ptr<world::FailureBoard> board_of(const World& world) {
-  return std::make_shared<world::FailureBoard>(world, "board");
+inline std::shared_ptr<world::FailureBoard> board_of(const World& world, const std::optional<world::Mesh>& mesh = {}) {
+  return std::make_shared<world::FailureBoard>(world, "board", world::kErrorGrace, mesh);
 }
 
 /// A clock that does not advance.

@@ -297,8 +297,8 @@ void Group::barrier(const Site& site) {
   wait(pending, site);
 }
 
-std::string Group::rank_name() const {
-  return options_.board ? options_.board->name(team_.rank()) : "rank " + std::to_string(team_.rank());
+std::string Group::name_of(int rank) const {
+  return options_.board ? options_.board->name(rank) : "rank " + std::to_string(rank);
 }
 
 std::string Group::text(const Site& site) const {

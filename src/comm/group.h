@@ -110,6 +110,8 @@ class Group {
   const Team& team() const { return team_; }
   int index() const { return team_.index(); }
   int size() const { return team_.size(); }
+  /// A rank of the world as errors name it: with its coordinates where there is more than the data axis.
+  std::string name_of(int rank) const;
   /// The transport's name; "none" in a team of one.
   const char* path() const { return transport_->name(); }
   /// Whether what was started ends though no rank waits for it.
@@ -164,8 +166,7 @@ class Group {
   std::string find_cause(const Site& site, std::optional<std::string> reported = {}) const;
   [[noreturn]] void time_out(const Site& site) const;
   std::string text(const Site& site) const;
-  /// This rank as errors name it.
-  std::string rank_name() const;
+  std::string rank_name() const { return name_of(team_.rank()); }
 
   Team team_;
   ChannelOptions options_;

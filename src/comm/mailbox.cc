@@ -120,8 +120,8 @@ void Mailbox::start_due(int from) {
       Label label;
       std::memcpy(&label, bytes.const_data_ptr(), sizeof(Label));
       if (!label.makes_sense()) {
-        throw_comm_error("rank " + std::to_string(peers_.team().rank()) + " received from rank " +
-                         std::to_string(peers_.team().ranks()[static_cast<size_t>(from)]) +
+        throw_comm_error(peers_.name_of(peers_.team().rank()) + " received from " +
+                         peers_.name_of(peers_.team().ranks()[static_cast<size_t>(from)]) +
                          " what does not tell of a tensor: the ranks' sends and receives differ; a tensor that is sent "
                          "with its shape must be received so");
       }

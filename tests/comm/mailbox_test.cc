@@ -32,8 +32,8 @@ struct Spread {
 
 /// The channel of one rank, and its mailbox.
 struct Post {
-  explicit Post(const World& world, milliseconds timeout = kLong)
-      : board(board_of(world)),
+  explicit Post(const World& world, milliseconds timeout = kLong, const std::optional<world::Mesh>& mesh = {})
+      : board(board_of(world, mesh)),
         group(world, Team::whole(world), "peers",
               {.timeout = timeout,
                .board = board,
@@ -215,12 +215,22 @@ TEST(Mailbox, RefusesWhatCannotTravel) {
     EXPECT_THROW(post.mailbox.send_known(at::zeros({1}), 2), c10::ValueError);
     const std::vector<int64_t> many(Mailbox::kMostDims + 1, 1);
     EXPECT_THROW(post.mailbox.send_told(at::zeros(many), other), c10::ValueError);
+  });
+}
+
+TEST(Mailbox, RefusesWhatDoesNotTellOfATensorByTheRanksCoordinates) {
+  run_on_hosts({0, 0}, [](const World& world) {
+    Post post(world, kLong, world::Mesh(2, {2, 1, 1, 1, 1}));
+    const int other = 1 - world.rank;
     post.mailbox.send_known(at::zeros({128}, at::kByte), other);
     try {
       post.mailbox.wait(post.mailbox.receive_told(other), kWaiting);
       ADD_FAILURE() << "took zeros for a shape";
     } catch (const CommError& error) {
-      EXPECT_NE(std::string(error.what()).find("does not tell of a tensor"), std::string::npos) << error.what();
+      const std::string names[] = {"rank 0 (pipeline 0, data 0)", "rank 1 (pipeline 1, data 0)"};
+      const std::string expected =
+          names[world.rank] + " received from " + names[other] + " what does not tell of a tensor";
+      EXPECT_NE(std::string(error.what()).find(expected), std::string::npos) << error.what();
     }
     post.mailbox.flush(kWaiting);
     post.group.barrier(kWaiting);

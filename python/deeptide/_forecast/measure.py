@@ -229,7 +229,8 @@ class _Run:
         """Whether a block does what the two before it did: then it is passed over, as tensors keep their shapes."""
         block, names = self._blocks[name], list(self._blocks)
         shapes = [leaf.shape if isinstance(leaf, torch.Tensor) else None for leaf in tree_leaves((args, kwargs))]
-        self._signatures[name] = type(block), [p.shape for p in block.parameters()], shapes
+        joins = block.__dict__.get("tensor_ends", False)  # positions, behind the last block
+        self._signatures[name] = type(block), joins, [p.shape for p in block.parameters()], shapes
         two = names[max(names.index(name) - 2, 0) : names.index(name)]
         if len(two) < 2 or any(self._signatures.get(each) != self._signatures[name] for each in two):
             return False
@@ -295,7 +296,14 @@ def measured(
         if tensor > 1:
             exchanges = _Exchanges(tensor)
             specs = json.loads(_C.config_section(config, "tensor_parallel"))["partition_config"]
-            split_model(copied, Team(cast("Any", exchanges)), specs["layer_specs"], specs["use_default_specs"], False)
+            split_model(
+                copied,
+                Team(cast("Any", exchanges)),
+                specs["layer_specs"],
+                specs["use_default_specs"],
+                check=False,
+                sequence_parallel_norms=json.loads(_C.config_section(config, "parallel"))["sequence_parallel_norms"],
+            )
             exchanges.bytes = 0
         run = _Run({name: copied.get_submodule(name) for name in names}, exchanges)
         try:

@@ -140,8 +140,8 @@ void check_agreement(comm::Group& control, const std::vector<std::string>& own, 
   std::memcpy(padded.mutable_data_ptr(), text.data(), text.size());
   const Tensor texts = gather_rows(control, padded, site);
   const auto& ranks = control.team().ranks();
-  throw ConfigError(first_difference(lines_of(texts[0]), lines_of(texts[other]), "rank " + std::to_string(ranks[0]),
-                                     "rank " + std::to_string(ranks[other]), cure));
+  throw ConfigError(first_difference(lines_of(texts[0]), lines_of(texts[other]), control.name_of(ranks[0]),
+                                     control.name_of(ranks[other]), cure));
 }
 
 uint64_t digest_of(const std::vector<std::string>& terms) {

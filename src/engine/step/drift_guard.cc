@@ -11,6 +11,7 @@
 #include "base/digest.h"
 #include "base/libraries/format.h"
 #include "base/log.h"
+#include "engine/step/across_stages.h"
 
 namespace deeptide::engine {
 
@@ -71,6 +72,16 @@ bool DriftGuard::is_due(int64_t step) const {
 
 std::string DriftGuard::check(int64_t step) {
   if (!is_due(step)) return {};
+  const std::string own = compare(step);
+  Stages* const stages = channels_.stages();
+  if (config_.on_drift != OnDrift::stop || stages == nullptr) return own;
+  for (std::string& text : texts_of_stages(*stages, own, "asking the other stages whether copies differ")) {
+    if (!text.empty()) return std::move(text);
+  }
+  return {};
+}
+
+std::string DriftGuard::compare(int64_t step) {
   const at::NoGradGuard no_grad;
   const std::vector<Copy> all = copies();
   std::vector<uint64_t> own;
@@ -90,15 +101,16 @@ std::string DriftGuard::check(int64_t step) {
   }
   if (differing.empty()) return {};
   const auto& ranks = channels_.data().ranks();
+  const auto name_of = [this](int rank) { return channels_.mesh().name(rank); };
   const std::string text = format_text(
-      "after {} applied steps {} of {} replicated tensors differ between ranks; the first is {}, on ranks "
-      "{} and {}. A rank has written it alone, or its memory is damaged",
-      step, differing.size(), all.size(), all[differing.front()].name, ranks[0], ranks[other]);
+      "after {} applied steps {} of {} replicated tensors differ between ranks; the first is {}, on {} "
+      "and {}. A rank has written it alone, or its memory is damaged",
+      step, differing.size(), all.size(), all[differing.front()].name, name_of(ranks[0]), name_of(ranks[other]));
   if (config_.on_drift == OnDrift::stop) return text;
   if (config_.on_drift == OnDrift::sync) make_equal(all, differing);
-  if (channels_.is_first()) {
+  if (channels_.data().index() == 0) {
     log(LogLevel::warning,
-        text + (config_.on_drift == OnDrift::sync ? format_text("; all ranks have rank {}'s now", ranks[0]) : ""));
+        text + (config_.on_drift == OnDrift::sync ? format_text("; all ranks have {}'s now", name_of(ranks[0])) : ""));
   }
   return {};
 }

@@ -23,7 +23,8 @@ class DriftGuard {
              const RuntimeConfig& config);
 
   /// Collective, after `enter`. Compares if `step`, of applied ones, is due. Returns the error that `on_drift` "stop"
-  /// asks for, on all ranks alike; else warns, or makes all ranks equal to the first. Empty: no error.
+  /// asks for, on all ranks of all stages alike; else warns, or makes the ranks of a stage equal to its first. Empty:
+  /// no error.
   std::string check(int64_t step);
   bool is_due(int64_t step) const;
 
@@ -38,6 +39,8 @@ class DriftGuard {
     at::Tensor values() const;
   };
 
+  /// Collective over the stage. Does what `check` does for its ranks alone.
+  std::string compare(int64_t step);
   std::vector<Copy> copies() const;
   void make_equal(const std::vector<Copy>& copies, const std::vector<size_t>& differing);
 

@@ -83,7 +83,7 @@ void LinkReport::note(const std::vector<comm::Verdict>& verdicts) {
 std::string LinkReport::rank_text(int rank) const {
   const auto& ranks = channels_.data().ranks();
   const auto at = std::find(ranks.begin(), ranks.end(), rank) - ranks.begin();
-  return format_text("rank {} on {}", rank, names_.at(static_cast<size_t>(at)));
+  return format_text("{} on {}", channels_.mesh().name(rank), names_.at(static_cast<size_t>(at)));
 }
 
 std::string LinkReport::volume_text() const {
@@ -92,12 +92,12 @@ std::string LinkReport::volume_text() const {
   const auto uses = channels_.links()->uses();
   for (const auto& [rank, use] : uses) {
     if (++named > kMostNamed) break;
-    text += format_text("{}{} to rank {}", named == 1 ? "" : ", ", bytes_text(use.sent_bytes), rank);
+    text += format_text("{}{} to {}", named == 1 ? "" : ", ", bytes_text(use.sent_bytes), channels_.mesh().name(rank));
   }
   if (uses.size() > kMostNamed) {
     text += format_text(", {} to all {}", bytes_text(channels_.links()->sent_bytes()), uses.size());
   }
-  return format_text("rank {} has sent {}", channels_.world().rank, text);
+  return format_text("{} has sent {}", channels_.mesh().name(channels_.world().rank), text);
 }
 
 std::string LinkReport::rank_at(size_t index) const { return rank_text(channels_.data().ranks()[index]); }

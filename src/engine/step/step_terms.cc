@@ -45,11 +45,12 @@ void StepTerms::warn_of_difference(const std::vector<double>& values, const std:
         ++at;
         if (here == there) continue;
         told_of_difference_ = true;
-        if (!channels_.is_first()) return;
+        if (channels_.data().index() > 0) return;
+        const std::string first = channels_.mesh().name(ranks[leader]);
         return log(LogLevel::warning,
-                   format_text("{} of optimizer group {} is {} on rank {} and {} on rank {}: all ranks step with rank "
+                   format_text("{} of optimizer group {} is {} on {} and {} on {}: all ranks step with "
                                "{}'s. Set hyper-parameters equally on every rank, e.g. from a reduced metric",
-                               info.name, group, here, ranks[leader], there, ranks[rank], ranks[leader]));
+                               info.name, group, here, first, there, channels_.mesh().name(ranks[rank]), first));
       }
     }
   }

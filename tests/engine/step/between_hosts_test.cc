@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "deeptide/tensor_team.h"
 #include "engine/models.h"
 #include "on_hosts.h"
 
@@ -256,6 +257,25 @@ TEST(BetweenHosts, TellsWhatLinksHaveCarried) {
       });
     }
   }
+}
+
+TEST(BetweenHosts, NamesRanksOfLinksByTheirCoordinates) {
+  run_on_hosts({0, 0, 1, 1}, [](const World& world) {
+    TinyModel model = make_tiny();
+    const auto team = std::make_shared<TensorTeam>(world, 2, 60.0);
+    InitOptions options;
+    options.world = world;
+    options.axes = tensor_axes({.tensor = 2}, world.size, {}, {}, team);
+    Engine engine = initialize(*model, config_of(2, kMicro), options);
+    const auto [tokens, targets] = batch_of(0, kMicro * team->data_size());
+    const int64_t first = kMicro * team->data_rank();
+    engine.backward(model(tokens.narrow(0, first, kMicro), targets.narrow(0, first, kMicro)));
+    engine.step();
+    if (world.rank > 0) return;
+    const std::string text = engine.summary();
+    EXPECT_NE(text.find("links: rank 0 (data 0, tensor 0) has sent "), std::string::npos) << text;
+    EXPECT_NE(text.find(" to rank 2 (data 1, tensor 0)"), std::string::npos) << text;
+  });
 }
 
 }  // namespace

@@ -48,7 +48,7 @@ def test_stop_names_the_parameter_and_the_ranks(stage, frozen):
         step(engine, 1)
         write_alone(engine)
         assert step(engine, 2)  # not due
-        with pytest.raises(deeptide.DriftError, match=r"after 4 applied steps .* is 'norm.weight', on ranks 0 and 1"):
+        with pytest.raises(deeptide.DriftError, match=r"after 4 applied .* is 'norm.weight', on rank 0 and rank 1"):
             step(engine, 3)
 
     run_ranks(3, run)
@@ -114,7 +114,7 @@ def test_what_is_published_from_shards_does_not_drift(stage):
         for number in range(3):
             assert step(engine, number)
         write_alone(engine)
-        with pytest.raises(deeptide.DriftError, match=r"after 4 applied steps .* is 'norm.weight', on ranks 0 and 1"):
+        with pytest.raises(deeptide.DriftError, match=r"after 4 applied .* is 'norm.weight', on rank 0 and rank 1"):
             step(engine, 3)
 
     run_ranks(2, run)

@@ -3,6 +3,7 @@
 """The edges of a run on meshes of stages and shared layers: rewinds, kept gradients, preemption, and who is named."""
 
 import os
+import re
 import signal
 import time
 
@@ -174,3 +175,64 @@ def test_ranks_are_named_by_their_coordinates(mesh, name):
     for outcome, error in run_ranks(4, blames, *mesh):
         assert f" on {name}, in backward" in outcome
         assert f" of {name}, in backward" in error
+
+
+def differing_models(world, settings):
+    """The ranks' errors where one has another learning rate; other stages hear that it failed."""
+    rate = 0.02 if world.rank == 3 else 0.01
+    with pytest.raises((deeptide.ConfigError, deeptide.CommError)) as raised:
+        meshes.start(world, "plain", {**settings, "optimizer": {"type": "Adam", "params": {"lr": rate}}})
+    return str(raised.value)
+
+
+def differing_rates(world, settings):
+    engine = meshes.start(world, "plain", settings)
+    engine.optimizer.param_groups[0]["lr"] = 0.02 if world.rank == 3 else 0.01
+    engine.train_batch(iter(meshes.batches("plain", engine, 1)))
+
+
+def write_alone(world, engine):
+    """The last rank changes a parameter, and all train."""
+    if world.rank == 3:
+        with torch.no_grad():
+            next(p for p in engine.module.parameters() if p.requires_grad and p.numel()).add_(0.5)
+    engine.train_batch(iter(meshes.batches("plain", engine, 1)))
+
+
+def start_guarded(world, settings, on_drift):
+    guard = {**settings["deeptide"], "drift_interval": 1, "on_drift": on_drift}
+    return meshes.start(world, "plain", {**settings, "deeptide": guard})
+
+
+def stopped_copies(world, settings):
+    """All stages end the step with the error of one."""
+    engine = start_guarded(world, settings, "stop")
+    with pytest.raises(deeptide.DriftError, match=re.escape(f", on {' and '.join(STAGED[1])}. A rank")) as raised:
+        write_alone(world, engine)
+    return str(raised.value)
+
+
+def mended_copies(world, settings):
+    """The first rank of a stage tells of it, though rank 0 is of another stage."""
+    write_alone(world, start_guarded(world, settings, "sync"))
+
+
+SHARED = (1, 2), ("rank 0 (data 0, tensor 0)", "rank 3 (data 1, tensor 1)")
+STAGED = (2, 1), ("rank 2 (pipeline 1, data 0)", "rank 3 (pipeline 1, data 1)")
+
+
+@pytest.mark.parametrize(
+    ("program", "mesh", "names"),
+    [
+        (differing_models, *SHARED),
+        (differing_models, *STAGED),
+        (differing_rates, *SHARED),
+        (differing_rates, *STAGED),
+        pytest.param(mended_copies, *STAGED, marks=pytest.mark.apart),
+        pytest.param(stopped_copies, *STAGED, marks=pytest.mark.apart),  # refused where ranks share layers
+    ],
+)
+def test_ranks_that_differ_are_named_by_their_coordinates(program, mesh, names, capfd):
+    texts = run_ranks(4, program, meshes.config("plain", 0, *mesh))
+    told = capfd.readouterr().err + "".join(text for text in texts if text)
+    assert all(name in told for name in names), told

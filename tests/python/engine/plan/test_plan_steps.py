@@ -173,13 +173,25 @@ def test_reductions_and_gathers_are_what_a_step_sends(kind, stage):
         assert forecast == pytest.approx(counted, rel=0.05)
 
 
-def test_blocks_that_are_passed_over_have_the_figures_that_they_would_have(monkeypatch):
-    config = load_config(settings_of("llama", 1, 1, 2, False))
+@pytest.mark.parametrize("by_parts", [False, True])
+def test_blocks_that_are_passed_over_have_the_figures_that_they_would_have(by_parts, monkeypatch):
+    config = load_config(settings_of("llama", 1, 1, 2, False, parallel={"sequence_parallel_norms": by_parts}))
     model = meshes.make("llama-8")
     names, _ = bounds_of(model, 1, 1)
     short = measure.measured(model, config, names, batch_of(), 2)
     monkeypatch.setattr(measure._Run, "_passes", lambda *arguments: False)
     assert short == measure.measured(model, config, names, batch_of(), 2)
+
+
+def test_a_plan_knows_that_ranks_keep_parts_of_the_positions():
+    model, kept = meshes.make("llama-8"), []
+    names, _ = bounds_of(model, 1, 1)
+    for by_parts in (False, True):
+        config = load_config(settings_of("llama", 1, 1, 2, False, parallel={"sequence_parallel_norms": by_parts}))
+        block = measure.measured(model, config, names, batch_of(), 2).blocks[1]
+        kept.append((block.handed, block.kept.bytes))
+    assert kept[1][0] == kept[0][0] // 2
+    assert kept[1][1] < 0.8 * kept[0][1]
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("gpipe", 1), ("zero_bubble", 1), ("interleaved", 2)])
