@@ -108,6 +108,7 @@ def check_helpers():
         CheckOverflow,
         clip_grad_norm_,
         get_global_norm,
+        get_global_norm_of_tensors,
         get_grad_norm,
         partition_balanced,
         partition_uniform,
@@ -129,6 +130,10 @@ def check_helpers():
     engine.backward(engine(*models.batches(1, 2)[0]))
     with pytest.raises(NotSupportedError, match='write "gradient_clipping" into the configuration'):
         clip_grad_norm_(engine.module.parameters(), 1.0)
+    with pytest.raises(NotSupportedError, match="this rank's tensors alone"):
+        clip_grad_norm_([p], 1.0, mpu=object())
+    with pytest.raises(NotSupportedError, match="this rank's tensors alone"):
+        get_global_norm_of_tensors([p], mpu=object())
 
     assert partition_uniform(10, 4) == [0, 3, 6, 8, 10] and partition_uniform(2, 4) == [0, 1, 2, 2, 2]
     assert partition_balanced([1, 1, 1, 9, 1, 1], 3) == [0, 3, 4, 6]

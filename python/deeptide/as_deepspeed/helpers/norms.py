@@ -19,7 +19,10 @@ from deeptide.as_deepspeed import NotSupportedError
 def _gradients(parameters: torch.Tensor | Iterable[torch.Tensor], mpu: object) -> list[torch.Tensor]:
     """The parameters that have a gradient. Errors: NotSupportedError where the engine has taken the gradients."""
     if mpu is not None:
-        raise NotSupportedError("mpu: there is no model parallelism yet; leave it out")
+        raise NotSupportedError(
+            "mpu: norms here are of this rank's tensors alone; leave it out, and for the norm of layers that ranks "
+            'share write "gradient_clipping" or call engine.get_global_grad_norm()'
+        )
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     with_gradient = [p for p in parameters if p.grad is not None]
     if parameters and not with_gradient and any(p in utils._owners for p in parameters):
@@ -67,7 +70,7 @@ def get_global_norm_of_tensors(
 ) -> torch.Tensor:
     """The norm of all tensors together, as a float32 tensor of shape (); -1 where it is not finite."""
     if mpu is not None or moe_ep_group is not None:
-        raise NotSupportedError("mpu, moe_ep_group: there is no model or expert parallelism yet; leave them out")
+        raise NotSupportedError("mpu, moe_ep_group: norms here are of this rank's tensors alone; leave them out")
     total = _total(list(input_tensors), norm_type)
     return torch.where(torch.isfinite(total), total, total.new_tensor(-1.0))
 
