@@ -444,7 +444,7 @@ def load_mixed(world, folder, settings):
 @pytest.mark.parametrize("by_parts", [False, True])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_checkpoints_do_not_tell_who_kept_parts(tmp_path, stage, by_parts):
-    """`by_parts`: the ranks that load keep parts of the positions, those that saved do not; else the other way round."""
+    """`by_parts`: those that load keep parts of the positions, those that saved do not; else the other way round."""
     saving, loading = cut.config(stage, 2), mixed_config(stage, 2)
     if not by_parts:
         saving, loading = loading, saving
