@@ -248,6 +248,9 @@ class PipelineModule(torch.nn.Module):
         """This stage's layers."""
         return module(*args, **kwargs)
 
+    def begin(self) -> None:
+        """Each layer runs once per micro-batch."""
+
     def kind_of(self, inputs: Any) -> None:
         """All forwards are of one kind."""
 

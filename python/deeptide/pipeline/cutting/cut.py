@@ -28,7 +28,7 @@ from deeptide.pipeline.cutting.blocks import (
 from deeptide.pipeline.cutting.chunks import starts_of
 from deeptide.pipeline.cutting.ties import Place, Tie, Ties
 from deeptide.pipeline.passing.elsewhere import Elsewhere, ElsewhereError
-from deeptide.pipeline.passing.hidden import Hidden, state_of
+from deeptide.pipeline.passing.hidden import Hidden, Repeated, state_of
 from deeptide.pipeline.passing.passage import Passage, kind_of, stage_blocks
 from deeptide.pipeline.passing.relay import Relay, relayed
 from deeptide.pipeline.passing.skips import Skips
@@ -106,6 +106,7 @@ class BlockCut:
         self.ties = Ties(self._ties(), stage_id)
         self.taken: set[int] = set()  # ids of parameters of other stages, while `undo` may bring them back
         self.relay = Relay(stage_id, num_stages, list(self._placed(chain, parts)), self.ties)
+        self._repeated = Repeated(self._repeated_by_chunks(chain) if num_chunks > 1 else (), num_chunks)
         self._take_out(model, chain)
         self._classes = [(module, type(module)) for module in (*chain.blocks, model)]
         own = [number for number, part in enumerate(parts) if part % num_stages == stage_id]
@@ -197,6 +198,15 @@ class BlockCut:
             for name in [name for key, name in lent if key == id(module)]:
                 yield f"{path}.{name}" if path else name, module, name
 
+    def _repeated_by_chunks(self, chain: Chain) -> Iterator[tuple[torch.nn.Module, str]]:
+        """Buffers of modules that every chunk runs: those around the blocks, and those without parameters."""
+        blocks = {id(module) for block in chain.blocks for module in block.modules()}
+        for path, module in self._model.named_modules():
+            has_blocks = any(not path or name.startswith(path + ".") for name in chain.names)
+            has_parameters = next(module.parameters(recurse=False), None) is not None
+            if id(module) not in blocks and (has_blocks or not has_parameters):
+                yield from ((module, name) for name in module._buffers)
+
     def undo(self) -> None:
         """The model as it was; before `keep`."""
         for block, kind in self._classes:
@@ -220,11 +230,15 @@ class BlockCut:
 
     def run_stage(self, forward: Callable[..., Any], inputs: Any, received: Any, chunk: int = 0) -> Any:
         """A forward of this stage. None comes and goes where it lacked a value, and is made again."""
-        with self._hidden[chunk]() if self._hidden else nullcontext():
+        with self._repeated(chunk), self._hidden[chunk]() if self._hidden else nullcontext():
             output = self.passage.run(forward, inputs, received, self._part(chunk), self.kind_of(inputs))
         if self.gives_outputs and self._part(chunk) == len(self.parts) - 2 and self.skips.is_open():
             self.skips.note_output(output)
         return output
+
+    def begin(self) -> None:
+        """Forwards of a step begin, or begin anew."""
+        self._repeated.begin()
 
     def kind_of(self, inputs: Any) -> Any:
         """The kind of a forward, by what may change which values it needs."""

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""Values of this stage that one of its chunks does not compute with: hidden behind tensors without bytes."""
+"""Values of this stage that one of its chunks does not compute with, and buffers that each of them changes."""
 
 from __future__ import annotations
 
@@ -47,6 +47,49 @@ class Hidden:
                     module.__dict__[name] = lent
                 if buffer is not None:  # `self.count += 1` has put the stand-in there
                     module._buffers[name] = buffer
+
+
+class Repeated:
+    """Buffers of a program that a stage runs once per chunk: each chunk changes them as one run per micro-batch would.
+
+    The last chunk runs the program furthest, so the model's own buffers are its; earlier ones have copies.
+    """
+
+    def __init__(self, places: Iterable[tuple[torch.nn.Module, str]], num_chunks: int) -> None:
+        self._places = list(places)
+        self._copies: list[list[torch.Tensor | None]] = [[None] * len(self._places) for _ in range(num_chunks - 1)]
+        self._taken = [(torch.empty(0), -1)] * len(self._places)  # what was copied last, and its version
+
+    def begin(self) -> None:
+        """Lets all chunks go on from the model's own buffers, as programs, loads and earlier steps left them."""
+        for i, (module, name) in enumerate(self._places):
+            own = module._buffers.get(name)
+            for copies in self._copies:
+                if own is None:
+                    copies[i] = None
+                elif not self._is_taken(i, own, copies[i]):
+                    copies[i] = own.detach().clone()
+            self._taken[i] = (own, own._version) if own is not None else (torch.empty(0), -1)
+
+    def _is_taken(self, i: int, own: torch.Tensor, copy: torch.Tensor | None) -> bool:
+        last, version = self._taken[i]
+        return copy is not None and copy._version == 0 and last is own and version == own._version
+
+    @contextmanager
+    def __call__(self, chunk: int) -> Iterator[None]:
+        """Gives the modules a chunk's buffers."""
+        if chunk == len(self._copies):
+            yield
+            return
+        copies = self._copies[chunk]
+        own = [module._buffers.get(name) for module, name in self._places]
+        for (module, name), copy in zip(self._places, copies, strict=True):
+            module._buffers[name] = copy
+        try:
+            yield
+        finally:
+            for i, (module, name) in enumerate(self._places):
+                copies[i], module._buffers[name] = module._buffers[name], own[i]
 
 
 def state_of(path: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str]]:

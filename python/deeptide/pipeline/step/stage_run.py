@@ -38,6 +38,9 @@ class StageModel(Protocol):
     def skips(self) -> Skips | None:
         """Values that skip blocks. None: they go from layer to layer alone."""
 
+    def begin(self) -> None:
+        """Forwards of a step begin, or begin anew."""
+
     def kind_of(self, inputs: Any) -> Any:
         """The kind of a forward, by what may change which values it needs."""
 
@@ -155,6 +158,7 @@ class StageRun:
     def _prepare(self, batches: list[tuple[Any, Any]], order: list[StageInstruction], training: bool) -> None:
         self._number += 1
         self._batches, self._losses = batches, []
+        self._model.begin()
         backwards = [(each.chunk, each.micro_batch) for each in order if each.action in _OF_WEIGHTS]
         self._final = backwards[-1] if backwards else (0, 0)
         # A chunk without a trained parameter has no gradients to reduce. What would close last closes with the step.
@@ -218,6 +222,7 @@ class StageRun:
             is_done = self._settle(kind, number)
             if not is_done:
                 undo.restore()
+                self._model.begin()
 
     def _settle(self, kind: Any, number: int) -> bool:
         """Collective over the stages. Whether none of them lacked a value; else all know of it from now on."""

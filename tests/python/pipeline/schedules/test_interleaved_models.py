@@ -67,6 +67,67 @@ class Drops(torch.nn.Module):
         return values.square().mean()
 
 
+class Clock(torch.nn.Module):
+    """Has no parameters, so each part of the model runs it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("ticks", torch.zeros(()))
+
+    def forward(self, values):
+        self.ticks += 1
+        return values * (1 + self.ticks / 10)
+
+
+class Counts(torch.nn.Module):
+    """Changes its own buffers before and after the blocks, in place and by a new tensor, and computes with them."""
+
+    def __init__(self, has_parameter):
+        super().__init__()
+        self.clock = Clock()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(4))
+        self.scale = torch.nn.Parameter(torch.ones(())) if has_parameter else 1.0
+        for name in ("count", "ends"):
+            self.register_buffer(name, torch.zeros(()))
+
+    def forward(self, values):
+        self.count += 1
+        values = self.clock(values) + self.count / 10
+        for block in self.blocks:
+            values = block(values).tanh()
+        self.ends = self.ends + values.detach().abs().mean()
+        return values.square().mean() * self.scale * (1 + self.count / 10 + self.ends / 10)
+
+
+def count_forwards(world, has_parameter, parallel):
+    """(losses, buffers) of three steps and an evaluation."""
+    settings = families.config(0, 2, 2 if parallel else 0, parallel=parallel)
+    model = Counts(has_parameter)
+    with torch.no_grad():
+        for number, block in enumerate(model.blocks):
+            block.weight.copy_(torch.eye(6).roll(number, 0) + 0.1)
+            block.bias.fill_(0.1)
+    engine = deeptide.initialize(model=model, config=settings, world=world)[0]
+    batches = [torch.randn(2, 6, generator=torch.Generator().manual_seed(number)) for number in range(8)]
+    losses = [engine.train_batch(iter(batches[:2])).item(), engine.train_batch(iter(batches[2:4])).item()]
+    engine.eval()
+    losses.append(engine.eval_batch(iter(batches[4:6])).item())
+    engine.train()
+    engine.module.count.fill_(7)  # the program's own change holds in all parts
+    losses.append(engine.train_batch(iter(batches[6:])).item())
+    return losses, {name: value.clone() for name, value in engine.module.named_buffers()}
+
+
+@pytest.mark.parametrize("has_parameter", [False, True])
+def test_buffers_around_the_blocks_count_micro_batches_and_not_parts(has_parameter):
+    (losses, buffers), *_ = run_ranks(1, count_forwards, has_parameter, {})
+    cut = run_ranks(2, count_forwards, has_parameter, INTERLEAVED)
+    for found, _ in cut:
+        assert found == pytest.approx(losses, rel=1e-6)
+    for name, value in cut[-1][1].items():  # the last stage's are saved
+        torch.testing.assert_close(value, buffers[name])
+
+
 def count_draws(world):
     torch.manual_seed(3)
     settings = families.config(0, 2, 2, parallel=INTERLEAVED)
