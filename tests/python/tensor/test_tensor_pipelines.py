@@ -70,6 +70,29 @@ def test_stages_change_no_bit_of_what_shared_layers_compute(stage, bf16):
 
 
 @pytest.mark.costly
+@pytest.mark.parametrize("mesh", [(1, 1, 2), (2, 1, 2), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize(("stage", "of_parameters"), [(1, None), (3, "cpu"), (3, "nvme")])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_slices_and_stages_whose_state_lies_elsewhere_change_no_bit(tmp_path, mesh, stage, of_parameters, bf16):
+    pipeline, data, tensor = mesh
+    zero = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    if of_parameters is not None:
+        zero["offload_param"] = {"device": of_parameters, "nvme_path": str(tmp_path)}
+    runs = [
+        run_ranks(
+            pipeline * data * tensor,
+            meshes.train,
+            "llama",
+            meshes.config("llama", stage, pipeline, tensor, bf16=bf16, zero=more),
+        )
+        for more in ({}, zero)
+    ]
+    for (losses, norms, states, _), (others, theirs, found, _) in zip(*runs, strict=True):
+        assert (losses, norms) == (others, theirs)
+        models.assert_same(found, states)
+
+
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_bf16_begins_as_the_whole_model(kind):
     """Its rounding grows from step to step, with shared layers alone as much."""

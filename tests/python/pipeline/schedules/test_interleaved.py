@@ -80,9 +80,9 @@ def test_tied_weights_belong_to_the_first_stage(mesh):
     compare(cut, uncut, exact=False)
 
 
-def trace(world, num_stages, chunks, micro_batches):
+def trace(world, schedule, num_stages, chunks, micro_batches):
     """Lists what a stage does in a step, and the most micro-batches whose activations it holds."""
-    engine = start(world, num_stages, chunks, stages.config(0, micro_batches))
+    engine = start(world, num_stages, chunks, stages.config(0, micro_batches, parallel={"schedule": schedule}))
     done, alive, peak = [], 0, 0
     run = engine._run
     for name in ("receive_activation", "forward", "send_activation", "receive_gradient", "backward", "send_gradient"):
@@ -100,13 +100,26 @@ def trace(world, num_stages, chunks, micro_batches):
     return done, peak
 
 
-@pytest.mark.parametrize(("num_stages", "chunks", "micro_batches"), [(2, 2, 5), (3, 2, 6), (4, 2, 2), (2, 1, 3)])
-def test_a_stage_does_what_the_simulator_runs(num_stages, chunks, micro_batches):
-    kinds = pipeline.PipelineSchedule
-    schedule = kinds.interleaved if chunks > 1 else kinds.one_f_one_b
-    lists = pipeline.instructions(schedule, num_stages, micro_batches, chunks)
+NAMES = {"1f1b": "one_f_one_b"}  # of the configuration, where the binding has another
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_stages", "chunks", "micro_batches"),
+    [
+        ("interleaved", 2, 2, 5),
+        ("interleaved", 3, 2, 6),
+        ("interleaved", 4, 2, 2),
+        ("1f1b", 2, 1, 3),
+        ("1f1b", 4, 1, 6),
+        ("gpipe", 2, 1, 3),
+        ("gpipe", 4, 1, 6),
+    ],
+)
+def test_a_stage_does_what_the_simulator_runs(schedule, num_stages, chunks, micro_batches):
+    kind = getattr(pipeline.PipelineSchedule, NAMES.get(schedule, schedule))
+    lists = pipeline.instructions(kind, num_stages, micro_batches, chunks)
     on_paper = pipeline.simulate(lists, num_stages, micro_batches, chunks)
-    for rank, (done, peak) in enumerate(run_ranks(num_stages, trace, num_stages, chunks, micro_batches)):
+    for rank, (done, peak) in enumerate(run_ranks(num_stages, trace, schedule, num_stages, chunks, micro_batches)):
         assert done == [(each.action.name, each.chunk, each.micro_batch) for each in lists[rank]]
         assert peak == on_paper.peak_activations[rank]
 
