@@ -141,7 +141,7 @@ void Agent::stop(const Ending::Request& request) {
 
 void Agent::on_exit(const ProcessGroup::Member& member) {
   const ExitStatus& status = *member.process.status();
-  send(FrameKind::exited, member.id, encode(RankExit{status, member.ended_by_us && !signalled_}));
+  send(FrameKind::exited, member.id, encode(RankExit{status, member.ended_by_us && !signalled_, member.place()}));
   if (status.failed() && !ranks_.asked_to_end()) ranks_.stop_soon(SIGTERM, failure_grace_s_);
 }
 

@@ -147,7 +147,7 @@ void JobAttempt::on_rank_exit(AgentLink& link, int rank, const RankExit& exit) {
   // An agent asks its ranks to end when one fails or when the launcher requests it. Those ends are not failures.
   const bool obeyed = exit.asked && (exit.status.signal == SIGTERM || exit.status.signal == SIGKILL);
   if (obeyed && !exit.status.out_of_memory) return;
-  failures_.on_exit(rank, link.host().name, exit.status, num_running());
+  failures_.on_exit(rank, link.host().name, exit.status, num_running(), exit.place);
   if (failures_.failed()) ending_.warn(Clock::now(), {SIGTERM, context_.options.failure_grace_s()});
 }
 

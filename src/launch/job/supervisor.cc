@@ -158,7 +158,7 @@ void Supervisor::on_exit(const ProcessGroup::Member& member) {
   const ExitStatus& status = *member.process.status();
   if (options_.under_starter && status.signal == SIGTERM && is_asked_to_end()) return;
   if (member.ended_by_us && (status.signal == SIGTERM || ranks_.killing())) return;
-  failures_.on_exit(member.id, "", status, num_running());
+  failures_.on_exit(member.id, "", status, num_running(), member.place());
   if (failures_.failed() && !ranks_.asked_to_end()) {
     ranks_.stop_soon(SIGTERM, options_.failure_grace_s());
   }

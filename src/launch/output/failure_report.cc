@@ -44,8 +44,8 @@ std::string without_numbers(const std::string& text) {
   return key;
 }
 
-std::string named(int rank, const std::string& host) {
-  return "rank " + std::to_string(rank) + (host.empty() ? "" : " on " + host);
+std::string named(int rank, const std::string& place, const std::string& host) {
+  return "rank " + std::to_string(rank) + place + (host.empty() ? "" : " on " + host);
 }
 
 std::string named_ranks(const std::vector<int>& ranks) {
@@ -63,7 +63,8 @@ void print_tail(JobOutput& output, int rank) {
 
 }  // namespace
 
-void FailureReport::on_exit(int rank, const std::string& host, const ExitStatus& status, size_t num_running) {
+void FailureReport::on_exit(int rank, const std::string& host, const ExitStatus& status, size_t num_running,
+                            const std::string& place) {
   if (!status.failed()) {
     if (num_running > 0 && !failed()) ended_early_.push_back(rank);
     return;
@@ -72,7 +73,7 @@ void FailureReport::on_exit(int rank, const std::string& host, const ExitStatus&
   const bool later = first_ && Clock::now() - first_known_ > kSettleTime;
   if (first_ && (later || is_cause(first_->status) || !is_cause(status))) return;
   if (!first_) first_known_ = Clock::now();
-  first_ = Failure{rank, host, status, first_ ? true : num_running > 0};
+  first_ = Failure{rank, host, place, status, first_ ? true : num_running > 0};
 }
 
 void FailureReport::on_lost_host(const std::string& host, const std::string& text) {
@@ -87,7 +88,7 @@ int FailureReport::exit_code() const {
 }
 
 std::string FailureReport::verdict() const {
-  std::string text = lost_host_.empty() ? named(first_->rank, first_->host) + " " + first_->status.text()
+  std::string text = lost_host_.empty() ? named(first_->rank, first_->place, first_->host) + " " + first_->status.text()
                                         : "host " + lost_host_ + " " + lost_text_;
   if (!lost_host_.empty() || first_->others_running) text += "; the others were stopped";
   if (!ended_early_.empty()) {

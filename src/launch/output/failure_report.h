@@ -17,8 +17,9 @@ namespace deeptide::launch {
 /// Collects the ends of a job's ranks and hosts, in the order in which they become known.
 class FailureReport {
  public:
-  /// Records a rank that ended before it was asked to. `host`: empty on this machine.
-  void on_exit(int rank, const std::string& host, const ExitStatus& status, size_t num_running);
+  /// Records a rank that ended before it was asked to. `host`: empty on this machine. `place`: see place_in().
+  void on_exit(int rank, const std::string& host, const ExitStatus& status, size_t num_running,
+               const std::string& place = "");
   /// Records a host that was lost with all its ranks; `text` is the reason.
   void on_lost_host(const std::string& host, const std::string& text);
 
@@ -27,18 +28,18 @@ class FailureReport {
   /// may have caused, even if those were reported earlier.
   int exit_code() const;
 
+  /// How the job failed, in one line.
+  std::string verdict() const;
   /// Prints the last lines of the rank that failed, the errors of the other ranks, and the verdict.
   void print(JobOutput& output) const;
 
  private:
   struct Failure {
     int rank;
-    std::string host;
+    std::string host, place;
     ExitStatus status;
     bool others_running;
   };
-
-  std::string verdict() const;
 
   std::optional<Failure> first_;
   Clock::time_point first_known_{};

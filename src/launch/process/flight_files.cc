@@ -10,9 +10,13 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <functional>
 #include <new>
+#include <numeric>
 #include <system_error>
 #include <utility>
+
+#include "world/mesh.h"
 
 namespace deeptide::launch {
 namespace {
@@ -24,6 +28,18 @@ int make_file(const char* name, off_t bytes) {
 }
 
 }  // namespace
+
+std::string place_in(const std::array<int, 5>& mesh, int rank) {
+  if (mesh.front() == 0) return "";
+  const int ranks = std::accumulate(mesh.begin(), mesh.end(), 1, std::multiplies<>());
+  return world::Mesh(ranks, mesh).place(rank);
+}
+
+std::array<int, 5> FlightFiles::mesh() const {
+  std::array<int, 5> sizes{};
+  for (size_t axis = 0; axis < sizes.size(); ++axis) sizes[axis] = ring_->mesh.sizes[axis].load();
+  return sizes;
+}
 
 FlightFiles::FlightFiles() {
   ring_fd_ = make_file("deeptide-flight", sizeof(trace::FlightRing));

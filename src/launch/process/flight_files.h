@@ -3,6 +3,7 @@
 // Holds the two memory files that a rank inherits: the ring of its last collectives, and the file for its stacks.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <map>
 #include <string>
@@ -10,6 +11,10 @@
 #include "trace/flight_ring.h"
 
 namespace deeptide::launch {
+
+/// A rank's coordinates in a mesh of these sizes, as " (pipeline 1, data 0)"; empty where data is the only axis, or the
+/// sizes are not known.
+std::string place_in(const std::array<int, 5>& mesh, int rank);
 
 /// Created before the rank starts. Readable for the lifetime of this object, even if the rank dies.
 class FlightFiles {
@@ -27,6 +32,8 @@ class FlightFiles {
   int stacks_fd() const { return stacks_fd_; }
 
   const trace::FlightRing& ring() const { return *ring_; }
+  /// The sizes of the job's axes, as world::Mesh has them; 0: the rank has not told them.
+  std::array<int, 5> mesh() const;
   /// Returns the stacks that the rank has written since the last clear.
   std::string stacks() const;
   void clear_stacks() const;

@@ -34,6 +34,9 @@ class ProcessGroup {
     Process process;
     bool starts_ranks;
     bool ended_by_us = false;  // it ended after this group had asked it to
+
+    /// A rank's coordinates; see place_in().
+    std::string place() const { return flight ? place_in(flight->mesh(), id) : ""; }
   };
   struct Events {
     std::function<void(const Member&, Stream, std::string_view)> output;  // empty: end of the stream

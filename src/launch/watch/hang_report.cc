@@ -5,12 +5,9 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <functional>
 #include <map>
-#include <numeric>
 
 #include "base/text.h"
-#include "world/mesh.h"
 
 namespace deeptide::launch {
 namespace {
@@ -170,12 +167,7 @@ std::string since_text(const RankGroup& group) {
   return text;
 }
 
-/// " (pipeline 1, data 0)"; empty where data is the only axis.
-std::string coordinates_of(const RankState& state) {
-  if (state.mesh.front() == 0) return "";
-  const int ranks = std::accumulate(state.mesh.begin(), state.mesh.end(), 1, std::multiplies<>());
-  return world::Mesh(ranks, state.mesh).place(state.rank);
-}
+std::string coordinates_of(const RankState& state) { return place_in(state.mesh, state.rank); }
 
 std::string line_of(const RankGroup& group) {
   std::vector<int> ranks;

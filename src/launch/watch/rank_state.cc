@@ -115,7 +115,7 @@ RankState read_state(int rank, pid_t pid, const FlightFiles& files) {
   state.process = process_state(state.pid);
   read_place(files.ring(), state);
   read_collectives(files.ring(), state);
-  for (size_t axis = 0; axis < state.mesh.size(); ++axis) state.mesh[axis] = files.ring().mesh.sizes[axis].load();
+  state.mesh = files.mesh();
   state.slow_link = read_slow_link(files.ring());
   state.traced = files.ring().wish.traced.load(std::memory_order_acquire);
   state.silent_s = seconds_since(files.ring().last_event_ns.load());

@@ -49,7 +49,7 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(PortAnswer, port)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(AgentHello, version, addresses)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(AgentJob, options, place, folder)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(ExitStatus, code, signal, peak_bytes, out_of_memory)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RankExit, status, asked)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RankExit, status, asked, place)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Late, waited_s)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RankHello, version, rank, world_size, node_rank, host)
 

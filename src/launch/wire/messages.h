@@ -41,6 +41,7 @@ struct AgentJob {
 struct RankExit {
   ExitStatus status;
   bool asked = false;  // the rank ended after it had been asked to
+  std::string place;   // its coordinates; see place_in()
 };
 
 /// Reports that a rank has waited for a collective for --hang_timeout.

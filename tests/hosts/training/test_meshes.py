@@ -103,5 +103,5 @@ def test_a_rank_that_fails_is_named_on_all_hosts_with_its_stage(hosts):
 def test_a_rank_that_is_killed_ends_the_stages_on_all_hosts(hosts):
     job = hosts.run(*hosts.python("train.py", TRAIN), "2", "1", "killed", slots=(2, 2), env=ENVIRONMENT, timeout=300)
     assert job.code != 0
-    assert "rank 3 on worker-2 was killed by signal 9" in job.errors
+    assert "rank 3 (pipeline 1, data 1) on worker-2 was killed by signal 9" in job.errors
     hosts.expect_nothing_left()

@@ -37,6 +37,12 @@ TEST(FailureReport, TakesAnAbortForAConsequence) {
   EXPECT_EQ(report.exit_code(), 5);
 }
 
+TEST(FailureReport, NamesTheCoordinatesOfTheRankThatFailed) {
+  FailureReport report;
+  report.on_exit(5, "b", {0, SIGKILL}, 2, " (pipeline 1, data 0, tensor 1)");
+  EXPECT_EQ(report.verdict().substr(0, 62), "rank 5 (pipeline 1, data 0, tensor 1) on b was killed by signa");
+}
+
 TEST(FailureReport, GivesALostHostTheCodeOfSsh) {
   FailureReport report;
   report.on_lost_host("w2", "is gone");
