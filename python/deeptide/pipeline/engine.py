@@ -62,6 +62,8 @@ class PipelineEngine(Engine):
         self._run = StageRun(self, self._stage, self._cut)
         self._loop = PlainLoop(self, self._stage, self._cut)
         self._is_in_step = False  # of the schedule
+        outputs = json.loads(_C.config_section(self._config, "parallel"))["pipeline"]["outputs"]
+        self._broadcasts = self._stage is not None and outputs == "broadcast"  # what the program gets, to all stages
         self._connect()
         self._say_if_few()
 
@@ -234,11 +236,6 @@ class PipelineEngine(Engine):
         finally:
             self._is_in_step = False
 
-    def _broadcasts(self) -> bool:
-        """Whether outputs that the program gets are sent to all stages."""
-        outputs = json.loads(_C.config_section(self._config, "parallel"))["pipeline"]["outputs"]
-        return bool(self._stage is not None and outputs == "broadcast")
-
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def _train_on(
@@ -270,7 +267,7 @@ class PipelineEngine(Engine):
                 self._stage.meet()  # ranks that are behind still gather
             if wants_outputs:
                 self._cut.check_output(outputs)
-                outputs = self._loop.share(outputs) if self._broadcasts() else outputs
+                outputs = self._loop.share(outputs) if self._broadcasts else outputs
         return losses, outputs
 
     def _each_loss(self, losses: list[torch.Tensor], count: int) -> list[torch.Tensor]:
@@ -352,7 +349,7 @@ class PipelineEngine(Engine):
         self._say_once(ADVICE, "warning")
         self._set_loss_fn(None)
         self._give_outputs(True)
-        return loop.forward(args, kwargs, self._broadcasts())
+        return loop.forward(args, kwargs, self._broadcasts)
 
     @told
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:

@@ -20,10 +20,7 @@ using at::Tensor;
 using Tensors = std::vector<Tensor>;
 using Forward = std::function<Tensors(const Tensors&)>;
 
-at::Generator generator_of(c10::Device device) {
-  at::Generator generator = at::globalContext().defaultGenerator(device);
-  return generator;
-}
+at::Generator generator_of(c10::Device device) { return at::globalContext().defaultGenerator(device); }
 
 /// A device's default generator as it was.
 class Draws {

@@ -78,16 +78,13 @@ class ArgumentRows:
             is_kept = tensor.is_floating_point() and not isinstance(tensor, torch.nn.Parameter) and tensor.numel() > 0
             device = torch.device("cpu") if on_cpu else tensor.device
             if is_kept:
-                return _Kept(*_placed(self.keep(tensor.reshape(-1), device), tensor))
-            return tensor if tensor.device == device else _Kept(*_placed((tensor.to(device).reshape(-1), None), tensor))
+                values, row = self.keep(tensor.reshape(-1), device)
+                return _Kept(values, tensor.shape, tensor.device, row)
+            if tensor.device == device:
+                return tensor
+            return _Kept(tensor.to(device).reshape(-1), tensor.shape, tensor.device, None)
 
         def unpack(kept: torch.Tensor | _Kept) -> torch.Tensor:
             return kept if isinstance(kept, torch.Tensor) else kept.values.to(kept.device).view(kept.shape)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-
-
-def _placed(
-    kept: tuple[torch.Tensor, _Row | None], tensor: torch.Tensor
-) -> tuple[torch.Tensor, torch.Size, torch.device, _Row | None]:
-    return kept[0], tensor.shape, tensor.device, kept[1]

@@ -56,6 +56,15 @@ class Chain(NamedTuple):
         ]
 
     @property
+    def modules(self) -> set[int]:
+        """The ids of the blocks and of all modules within."""
+        return {id(module) for block in self.blocks for module in block.modules()}
+
+    def lies_in(self, path: str) -> bool:
+        """Whether the module of that path has any of the blocks inside."""
+        return any(not path or name.startswith(path + ".") for name in self.names)
+
+    @property
     def path(self) -> str:
         """The containers' paths, for errors."""
         return " and ".join(part.path for part in self.parts)

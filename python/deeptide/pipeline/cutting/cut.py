@@ -146,7 +146,7 @@ class BlockCut:
 
     def _take_out(self, model: torch.nn.Module, chain: Chain) -> None:
         stages_of, here = self._stages_of(), self.stage_id
-        blocks = {id(module) for block in chain.blocks for module in block.modules()}
+        blocks = chain.modules
         for path, module in model.named_modules():
             held = _Taken(module)
             foreign = [
@@ -168,11 +168,11 @@ class BlockCut:
         """The blocks and the outermost modules with parameters around them; with the stages that compute them."""
         for name, block, part in zip(chain.names, chain.blocks, parts, strict=True):
             yield name, block, part % self.num_stages
-        seen = {id(module) for block in chain.blocks for module in block.modules()}
+        blocks = chain.modules
         inside: tuple[str, ...] = ()
         for path, module in self._model.named_modules():
-            has_blocks = any(not path or name.startswith(path + ".") for name in chain.names)
-            if has_blocks or id(module) in seen or path.startswith(inside) or next(module.parameters(), None) is None:
+            has_parameters = next(module.parameters(), None) is not None
+            if id(module) in blocks or chain.lies_in(path) or path.startswith(inside) or not has_parameters:
                 continue
             inside = (*inside, path + ".")
             yield path, module, self._uses[id(module)][0]
@@ -188,7 +188,7 @@ class BlockCut:
 
     def _unused_by(self, chain: Chain, chunk: int) -> Iterator[tuple[str, torch.nn.Module, str]]:
         """Values that this stage has or borrows beside the blocks, and other parts of the model use alone."""
-        blocks = {id(module) for block in chain.blocks for module in block.modules()}
+        blocks = chain.modules
         lent = {(id(place.module), place.attribute) for place in self.ties.borrowed()}
         for path, module in self._model.named_modules():
             if id(module) in blocks or self._part(chunk) in self._part_uses[id(module)]:
@@ -200,11 +200,10 @@ class BlockCut:
 
     def _repeated_by_chunks(self, chain: Chain) -> Iterator[tuple[torch.nn.Module, str]]:
         """Buffers of modules that every chunk runs: those around the blocks, and those without parameters."""
-        blocks = {id(module) for block in chain.blocks for module in block.modules()}
+        blocks = chain.modules
         for path, module in self._model.named_modules():
-            has_blocks = any(not path or name.startswith(path + ".") for name in chain.names)
             has_parameters = next(module.parameters(recurse=False), None) is not None
-            if id(module) not in blocks and (has_blocks or not has_parameters):
+            if id(module) not in blocks and (chain.lies_in(path) or not has_parameters):
                 yield from ((module, name) for name in module._buffers)
 
     def undo(self) -> None:

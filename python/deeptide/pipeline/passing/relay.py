@@ -20,6 +20,7 @@ from deeptide import _C
 from deeptide._model.recomputation import in_backward
 from deeptide.pipeline.cutting.digest import digest
 from deeptide.pipeline.errors import PipelineError
+from deeptide.pipeline.passing import generators as random_numbers
 from deeptide.pipeline.passing.elsewhere import Elsewhere, ElsewhereError, MadeElsewhere, elsewhere_in
 from deeptide.pipeline.passing.letters import Letters, Subject, tensors_in
 
@@ -58,7 +59,7 @@ class Relay:
         """
         assert self._stage is not None and self._letters is not None
         self._number += 1
-        own = _generators()
+        own = random_numbers.states()
         self._compare(digest(tensors_in(given), with_floats=True), own)
         if not self._ties.is_open:
             self._ties.exchange_values(self._letters, self._number, training=False)
@@ -76,7 +77,7 @@ class Relay:
                 else:
                     module.__dict__["forward"] = forward
             if self.here > 0:
-                _set_generators(own)
+                random_numbers.set_states(own)
         self._flush()
         self._stage.meet()  # ranks of this stage may generate more
 
@@ -92,7 +93,7 @@ class Relay:
                     "it and generate() with the same ones"
                 )
         if self.here > 0:
-            _set_generators(got[0][1])
+            random_numbers.set_states(got[0][1])
 
     # -- modules ------------------------------------------------------------------------------------------------------
 
@@ -122,7 +123,7 @@ class Relay:
                 "differ, as by random numbers of Python or by tokens that each stage draws for itself"
             )
         if generators:
-            _set_generators(generators)
+            random_numbers.set_states(generators)
         return self._filled(path, shapes, values)
 
     def _own(
@@ -134,13 +135,13 @@ class Relay:
                 f"another stage than {self.here} has that: call the module that holds the weight"
             )
         given = [(tensor, tensor._version) for tensor in tensors_in((args, kwargs)) if not tensor.is_inference()]
-        generators = _generators()
+        generators = random_numbers.states()
         output = forward(*args, **kwargs)
         if any(tensor._version != version for tensor, version in given):
             raise PipelineError(
                 f"{path} writes into what it is called with, and the other stages of the pipeline do not see that"
             )
-        after = _generators()
+        after = random_numbers.states()
         moved = after if any(not torch.equal(a, b) for a, b in zip(after, generators, strict=True)) else []
         # Programs write into what a module returned, and letters leave later.
         values = [leaf.detach().clone() for leaf in _tensors(output)]
@@ -200,18 +201,6 @@ def _bare(block: Any, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return bare(args), bare(kwargs)
     made: tuple[tuple[Any, ...], Any] = block.put_in(bare(block.take_apart(args, kwargs)[0]), args, kwargs)
     return made
-
-
-def _generators() -> list[torch.Tensor]:
-    """The states of torch's generators, of the host and the device."""
-    states = [torch.get_rng_state()]
-    return [*states, torch.get_device_module().get_rng_state()] if torch.accelerator.is_available() else states
-
-
-def _set_generators(states: list[torch.Tensor]) -> None:
-    torch.set_rng_state(states[0].cpu())
-    for state in states[1:]:
-        torch.get_device_module().set_rng_state(state.cpu())
 
 
 def relayed(kind: type, relay: Relay, is_running: Callable[[], bool]) -> type:

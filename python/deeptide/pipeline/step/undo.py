@@ -8,6 +8,8 @@ import random
 
 import torch
 
+from deeptide.pipeline.passing import generators
+
 
 class Undo:
     """A model's buffers and the states of random generators; `restore` brings them back."""
@@ -19,9 +21,7 @@ class Undo:
             for name, value in module._buffers.items()
             if type(value) is torch.Tensor
         ]
-        self._python, self._host = random.getstate(), torch.get_rng_state()
-        has_device = torch.accelerator.is_available()
-        self._device = torch.get_device_module().get_rng_state() if has_device else None
+        self._python, self._torch = random.getstate(), generators.states()
 
     def restore(self) -> None:
         """Undoes what forwards since then have changed."""
@@ -29,6 +29,4 @@ class Undo:
             for module, name, value, held in self._buffers:
                 module._buffers[name] = value.copy_(held)
         random.setstate(self._python)
-        torch.set_rng_state(self._host)
-        if self._device is not None:
-            torch.get_device_module().set_rng_state(self._device)
+        generators.set_states(self._torch)
