@@ -77,11 +77,11 @@ demo-large: build  ## Train a GPT of 1 B parameters with all of its state in fil
 test: test-cpp test-python  ## Build what is needed and run the tests that one machine can (THOROUGH=1: as CI, 2: all cases; test-hosts: the rest)
 
 test-cpp: build-all
-	@$(CTEST) --test-dir $(BUILD) --output-on-failure -LE python -j $(PROGRAMS)
+	@$(CTEST) --test-dir $(BUILD) --output-on-failure -LE '$(if $(THOROUGH),python,python|slow)' -j $(PROGRAMS)
 
 test-python: build-all
 	@if [ -d tests/python ]; then \
-	  PYTHONPATH=$(abspath $(BUILD))/python PATH=$(abspath $(BUILD))/bin:$$PATH $(PYTHON) -m pytest -q -n $(WORKERS) --dist worksteal \
+	  $(if $(THOROUGH),,TURN=$$(tools/turns.py turn)) PYTHONPATH=$(abspath $(BUILD))/python PATH=$(abspath $(BUILD))/bin:$$PATH $(PYTHON) -m pytest -q -n $(WORKERS) --dist worksteal \
 	    tests/python; \
 	else echo "no tests/python here: skipped"; fi
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# deeptide_add_layer(<name> SOURCES … [LIBRARIES …]): one folder = one object library; all objects go into ONE shared library,
-# since the gate's registrar must survive linking and must exist once.
+# deeptide_add_layer(<name> [COLD] SOURCES … [LIBRARIES …]): one folder = one object library; all objects go into ONE shared
+# library, since the gate's registrar must survive linking and must exist once. COLD: no step runs it.
 # A layer that touches tensors names deeptide_torch among its LIBRARIES; base, trace, config, io and launch stay free of torch.
 set_property(GLOBAL PROPERTY DEEPTIDE_LAYERS "")
 set_property(GLOBAL PROPERTY DEEPTIDE_LAYER_LIBRARIES "")
@@ -15,7 +15,7 @@ function(deeptide_read_layers variable)
 endfunction()
 
 function(deeptide_add_layer name)
-  cmake_parse_arguments(ARG "" "" "SOURCES;LIBRARIES" ${ARGN})
+  cmake_parse_arguments(ARG "COLD" "" "SOURCES;LIBRARIES" ${ARGN})
   set_property(GLOBAL APPEND PROPERTY DEEPTIDE_LAYERS ${name})
   if(NOT ARG_SOURCES)
     return()
@@ -23,6 +23,9 @@ function(deeptide_add_layer name)
   add_library(deeptide_${name} OBJECT ${ARG_SOURCES})
   target_include_directories(deeptide_${name} PUBLIC ${PROJECT_SOURCE_DIR}/include ${PROJECT_SOURCE_DIR}/src)
   target_compile_options(deeptide_${name} PRIVATE ${DEEPTIDE_STRICT_WARNINGS})
+  if(ARG_COLD)
+    target_compile_options(deeptide_${name} PRIVATE ${DEEPTIDE_COLD_OPTIONS})
+  endif()
   target_link_libraries(deeptide_${name} PUBLIC ${ARG_LIBRARIES})
   deeptide_unite(deeptide_${name})
   if(deeptide_torch IN_LIST ARG_LIBRARIES)
@@ -77,8 +80,7 @@ function(deeptide_add_test name)
   endif()
   add_executable(deeptide_${name}_test ${ARG_SOURCES})
   target_include_directories(deeptide_${name}_test PRIVATE ${PROJECT_SOURCE_DIR}/tests)
-  # -O1: a third off the time to compile tests, whose speed hardly depends on it.
-  target_compile_options(deeptide_${name}_test PRIVATE ${DEEPTIDE_WARNINGS} $<$<CONFIG:Release,RelWithDebInfo>:-O1>)
+  target_compile_options(deeptide_${name}_test PRIVATE ${DEEPTIDE_WARNINGS} ${DEEPTIDE_COLD_OPTIONS})
   target_link_libraries(deeptide_${name}_test PRIVATE
     deeptide_through_${ARG_THROUGH} GTest::gtest GTest::gtest_main ${ARG_LIBRARIES})
   deeptide_unite(deeptide_${name}_test)

@@ -20,13 +20,11 @@ function(deeptide_unite target)
   if(NOT DEEPTIDE_UNITY)
     return()
   endif()
-  set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE BATCH
-    UNITY_BUILD_BATCH_SIZE ${DEEPTIDE_UNITY_BATCH}
-    UNITY_BUILD_RELOCATABLE ON)  # so that a compiler cache serves every checkout
   # In a unity build a class with private helpers is not in the main file, which is all that this warns about.
   target_compile_options(${target} PRIVATE $<$<CXX_COMPILER_ID:GNU>:-Wno-subobject-linkage>)
   get_target_property(sources ${target} SOURCES)
   get_target_property(folder ${target} SOURCE_DIR)
+  set(joined 0)
   foreach(source ${sources})
     get_filename_component(name "${source}" NAME)
     get_filename_component(path "${source}" ABSOLUTE BASE_DIR "${folder}")
@@ -38,6 +36,18 @@ function(deeptide_unite target)
     endif()
     if(alone)
       set_source_files_properties("${path}" TARGET_DIRECTORY ${target} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
+    else()
+      math(EXPR joined "${joined} + 1")
     endif()
   endforeach()
+  # A last batch of few sources costs as many headers, while the others take all the time: then all are of one size.
+  set(size ${DEEPTIDE_UNITY_BATCH})
+  math(EXPR last "${joined} % ${size}")
+  math(EXPR half "${size} / 2")
+  if(joined GREATER size AND last GREATER 0 AND last LESS half)
+    math(EXPR batches "${joined} / ${size} + 1")
+    math(EXPR size "(${joined} + ${batches} - 1) / ${batches}")
+  endif()
+  set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE BATCH UNITY_BUILD_BATCH_SIZE ${size}
+    UNITY_BUILD_RELOCATABLE ON)  # so that a compiler cache serves every checkout
 endfunction()

@@ -47,8 +47,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def turn() -> int:
-    """Returns the number of commits."""
-    return int(tidy.git("rev-list", "--count", "HEAD"))
+    """Returns the number of commits: 0 of sources without a repository."""
+    return int(tidy.git("rev-list", "--count", "HEAD", check=False) or 0)
 
 
 def changed_tests() -> list[str]:

@@ -85,6 +85,8 @@ TEST_P(SumKernel, EqualsTheCpusVectorsBitForBit) {
   for (at::ScalarType dtype : kDtypes) {
     for (int64_t world : {1, 2, 3, 4, 7, 9, 24}) {
       for (int64_t numel : kSizes) {
+        // Many blocks are no matter of rows: one, and more than are unrolled, will do.
+        if (numel > (1 << 20) && world != 1 && world != 9) continue;
         const Tensor rows = at::randn({world, numel + 5}).to(dtype), start = at::randn({numel});
         compare(rows, 1.0f / 3, /*overwrite=*/true, start);
         compare(rows, 1.0f, /*overwrite=*/false, start);

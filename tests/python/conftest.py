@@ -168,8 +168,8 @@ def pytest_collection_modifyitems(config, items):
     """Leaves out slow tests and most cases of large grids.
 
     THOROUGH=1: most cases of those grids alone that are large and costly. THOROUGH=2, or a test named by itself: none.
-    TURN=n with THOROUGH=1: the (n mod 3)rd third of what THOROUGH=0 leaves out, and of the costly cases that it runs,
-    and the files and folders in CHANGED.
+    TURN=n: of the costly cases that would run, the (n mod 3)rd third, and the files and folders in CHANGED; with
+    THOROUGH=1 the same third of what THOROUGH=0 leaves out.
     TURN_SECONDS with TURN: none of these begins later than that after the first; they are skipped, and so counted.
     """
     level = os.environ.get("THOROUGH", "0")
@@ -177,7 +177,7 @@ def pytest_collection_modifyitems(config, items):
         return
     kept = _kept(items, thorough=level == "1")
     chosen = [item for item in items if item in kept]
-    if level == "1" and "TURN" in os.environ:
+    if "TURN" in os.environ:
         changed, seconds = os.environ.get("CHANGED", "").split(), os.environ.get("TURN_SECONDS", "inf")
         turn = _Turn(int(os.environ["TURN"]), tuple(changed), float(seconds))
         chosen = turn.arranged(items, _kept(items, thorough=False), kept)
