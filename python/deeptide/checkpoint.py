@@ -120,7 +120,7 @@ def export(
             raise ConfigError(f"export: {format} holds what was saved; give no dtype and no exclude_frozen")
         layouts = importlib.import_module("deeptide._commands.export_layouts")
         with _bar("export") as progress:
-            names: list[str] = getattr(layouts, f"export_{format}")(reader, os.fspath(out), progress)
+            names: list[str] = layouts.export(format, reader, os.fspath(out), progress)
         return names
     if format not in _IN_CORE:
         raise ConfigError(f"export: got format {format!r}, expected one of {', '.join((*_IN_CORE, *_BY_TORCH))}")

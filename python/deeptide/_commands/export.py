@@ -14,7 +14,7 @@ def main() -> None:
     folder, out, layout, tag = sys.argv[1:]
     try:
         names = checkpoint.export(folder, out, layout, tag=tag or None)
-    except (CheckpointError, ConfigError, OSError) as error:
+    except (CheckpointError, ConfigError) as error:
         print(f"deeptide: {error}", file=sys.stderr)
         sys.exit(126)
     print("\n".join(os.path.join(out, name) for name in names))

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
-from deeptide._C import CheckpointReader, CheckpointTensor, find_optimizer
+from deeptide._C import CheckpointError, CheckpointReader, CheckpointTensor, find_optimizer
 
 _Progress = Callable[[int, int], None]
 _DS_VERSION = "0.19.8"  # whose loader was read for this layout
@@ -206,5 +207,18 @@ def export_dcp(reader: CheckpointReader, out: str, progress: _Progress | None) -
                 content[f"optim.param_groups.{tensor.name}.{key}"] = value
     planner = _ReadLater(reader, tensors, _Meter(progress, list(tensors.values())))
     writer = dcp.FileSystemWriter(out, single_file_per_rank=True, thread_count=1, per_thread_copy_ahead=0)
-    dcp.save(content, storage_writer=writer, planner=planner, no_dist=True)
+    try:
+        dcp.save(content, storage_writer=writer, planner=planner, no_dist=True)
+    except CheckpointException as error:  # which is no Exception
+        raise next(iter(error.failures.values()))[0] from error
     return sorted(os.listdir(out))
+
+
+def export(layout: str, reader: CheckpointReader, out: str, progress: _Progress | None) -> list[str]:
+    """Writes "universal" or "dcp". Errors: CheckpointError, also where torch could not write."""
+    try:
+        return {"universal": export_universal, "dcp": export_dcp}[layout](reader, out, progress)
+    except CheckpointError:
+        raise
+    except (OSError, RuntimeError) as error:  # torch's writer of archives raises RuntimeError on a full drive
+        raise CheckpointError(f"cannot export to {out}: {error}; check the folder and the room on its drive") from error

@@ -61,8 +61,9 @@ class ActivationRange(nn.Module):
 
     x_min_max: Tensor
 
-    def __init__(self, like: Tensor) -> None:
+    def __init__(self, like: Tensor, momentum: float = MOMENTUM) -> None:
         super().__init__()
+        self._momentum = momentum
         self.register_buffer("x_min_max", torch.zeros(2, dtype=like.dtype, device=like.device))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,7 +73,7 @@ class ActivationRange(nn.Module):
                 seen = torch.stack([x.min(), x.max()])
                 begins = self.x_min_max[0] == self.x_min_max[1]
                 before = torch.where(begins, seen.to(self.x_min_max.dtype), self.x_min_max)
-                self.x_min_max.copy_(before * MOMENTUM + seen * (1 - MOMENTUM))
+                self.x_min_max.copy_(before * self._momentum + seen * (1 - self._momentum))
         low, high = self.x_min_max.to(x.dtype, copy=True).unbind()
         return low, high
 

@@ -56,6 +56,10 @@ std::vector<CheckpointSummary> list_checkpoints(const std::string& directory) {
   for (const std::string& name : checkpoint::list_folder(directory)) {
     if (!can_be_tag(directory, name)) continue;
     found.push_back(summarize(directory, name));
+    if (!found.back().fault.empty() && !can_be_tag(directory, name)) {  // removed meanwhile
+      found.pop_back();
+      continue;
+    }
     found.back().is_latest = name == latest;
   }
   std::sort(found.begin(), found.end(), [](const CheckpointSummary& a, const CheckpointSummary& b) {

@@ -5,6 +5,8 @@
 #include <memory>
 #include <set>
 
+#include "checkpoint/format/checkpoint_paths.h"
+#include "checkpoint/format/file_io.h"
 #include "checkpoint/load/extent_reader.h"
 #include "checkpoint/offline/writers/parts.h"
 #include "deeptide/errors.h"
@@ -37,6 +39,13 @@ std::string gap_of(const Logical& logical) {
   return "'" + logical.key + "' is not whole: " + std::to_string(missing) + " of its elements are in no file";
 }
 
+// Files that another process removed meanwhile are no damage: a removal renames the folder before anything else.
+void check_is_there(const std::string& folder, const std::vector<std::string>& faults) {
+  if (faults.empty() || checkpoint::exists(folder + "/" + checkpoint::kManifestName)) return;
+  throw CheckpointError("the checkpoint " + folder +
+                        " was removed while it was read, by keep_last or prune; choose one that stays");
+}
+
 }  // namespace
 
 std::vector<std::string> verify_checkpoint(const std::string& directory, const std::string& tag,
@@ -46,6 +55,7 @@ std::vector<std::string> verify_checkpoint(const std::string& directory, const s
   try {
     contents = checkpoint::read_manifest(folder);
   } catch (const CheckpointError& error) {
+    check_is_there(folder, {error.what()});
     return {error.what()};
   }
   std::vector<std::string> faults = shard_faults(contents);
@@ -74,6 +84,7 @@ std::vector<std::string> verify_checkpoint(const std::string& directory, const s
       }
     }
   }
+  check_is_there(folder, faults);
   return faults;
 }
 

@@ -116,7 +116,7 @@ std::string status_problem(const Key& key, const JsonValue& value) {
     for (const std::string& name : key.choices) {
       if (!contains(key.later_choices, name, false)) cure += (cure.empty() ? "choose \"" : " or \"") + name + "\"";
     }
-    return not_yet_text("", shown_value(value), cure);
+    return not_yet_text(key.later_reason, shown_value(value), cure);
   }
   if (key.status != Status::later || is_off(key, value)) return "";
   return not_yet_text(key.reason, shown_value(value), off_values(key));

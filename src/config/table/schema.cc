@@ -159,8 +159,9 @@ Key Key::ignoring_case() && {
   return std::move(*this);
 }
 
-Key Key::not_yet(std::vector<std::string> values) && {
+Key Key::not_yet(std::vector<std::string> values, std::string why) && {
   later_choices = std::move(values);
+  later_reason = std::move(why);
   return std::move(*this);
 }
 

@@ -56,6 +56,7 @@ struct Key {
   std::vector<int64_t> enumerators;             // of the enumeration below, one for each choice
   const std::type_info* enumeration = nullptr;  // of a choice whose field is an enumeration
   std::vector<std::string> later_choices;       // known, not supported yet
+  std::string later_reason;                     // ... and why
   bool any_case = false;                        // choices match without regard to case
   std::string pattern;                          // of a word: what its reader takes, for the published schema
   std::optional<double> lowest, highest;
@@ -98,7 +99,7 @@ struct Key {
   Key auto_from(std::string path) &&;
   Key auto_means(std::string words) &&;
   Key ignoring_case() &&;
-  Key not_yet(std::vector<std::string> values) &&;
+  Key not_yet(std::vector<std::string> values, std::string why = "") &&;
   Key required() &&;
   Key or_null() &&;
   Key or_list() &&;

@@ -30,6 +30,16 @@ using comm::Call;
 
 namespace {
 
+/// Refuses what no load could give back. Python writes half of a surrogate pair as \ud800, which the parser refuses:
+/// any other escape stands for it here.
+void check_client_state(std::string text) {
+  for (size_t at = 0; (at = text.find("\\u", at)) != std::string::npos; at += 2) {
+    if (at + 2 < text.size() && (text[at + 2] == 'd' || text[at + 2] == 'D')) text[at + 2] = '0';
+  }
+  TORCH_CHECK_VALUE(try_read_json(text).is_object(), "save_checkpoint: client_state_json is '", text.substr(0, 40),
+                    "', expected a JSON object such as {\"epoch\": 3}");
+}
+
 /// A parameter that the program replaced is saved with the value that the model has now, whole, by the first rank
 /// that has it.
 void substitute(const std::vector<NamedTensor>& replaced, bool is_first, std::vector<checkpoint::Piece>& pieces) {
@@ -189,7 +199,11 @@ std::string Engine::Impl::save_checkpoint(const std::string& directory, std::str
                                           const std::string& client_state_json, const SaveOptions& options) {
   at::NoGradGuard no_grad;
   const auto start = std::chrono::steady_clock::now();
-  engine::LooseTensors loose = enter_alike(Call::save_checkpoint, [&] { check_saving(directory); }).second;
+  const auto check = [&] {
+    check_saving(directory);
+    check_client_state(client_state_json);
+  };
+  engine::LooseTensors loose = enter_alike(Call::save_checkpoint, check).second;
   saver->finish();
   if (optimizer) optimizer->states().refresh_masters();
   const CheckpointConfig& how = config.checkpoint();

@@ -170,5 +170,16 @@ TEST(OfflineReader, NamesTheTensorsOfAFileThatIsMissingOrCut) {
   EXPECT_TRUE(contains(verify_checkpoint(scratch.path()).at(0), "malformed " + folder + "/manifest.json"));
 }
 
+TEST(OfflineReader, DoesNotCallDamagedWhatAnotherProcessRemovesMeanwhile) {
+  const Scratch scratch;
+  const std::string folder =
+      save_two_ranks(scratch, at::arange(11, at::kFloat), at::arange(24, at::kFloat).view({4, 6}));
+  remove_quietly(folder + "/rank_00001.safetensors");
+  const std::string error = error_of([&] {
+    verify_checkpoint(scratch.path(), "", [&](int64_t, int64_t) { remove_quietly(folder + "/manifest.json"); });
+  });
+  EXPECT_TRUE(contains(error, "the checkpoint " + folder + " was removed while it was read")) << error;
+}
+
 }  // namespace
 }  // namespace deeptide::checkpoint

@@ -206,7 +206,8 @@ TEST(Table, RefusesLaterChoices) {
   for (const TableCase& c : all_leaves()) {
     for (const std::string& name : c.key->later_choices) {
       const std::string error = error_of(c.text("\"" + name + "\"", true));
-      EXPECT_TRUE(has(error, ": " + c.path() + ": \"" + name + "\" is not supported yet; choose ")) << error;
+      const std::string why = c.key->later_reason.empty() ? "" : " (" + c.key->later_reason + ")";
+      EXPECT_TRUE(has(error, ": " + c.path() + ": \"" + name + "\" is not supported yet" + why + "; choose ")) << error;
     }
   }
 }

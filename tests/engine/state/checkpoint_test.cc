@@ -392,5 +392,24 @@ TEST(Checkpoint, IsRefusedBetweenBackwardAndStep) {
   });
 }
 
+TEST(Checkpoint, TakesNoClientStateThatPythonCouldNotRead) {
+  const Folder folder;
+  run_ranks(2, [&](const World& world) {
+    Session session(world, 2);
+    for (const char* text : {"", "3", "[1]", "epoch 3", "{\"a\": \\ud800}", "{\"a\": 1} 2"}) {
+      try {
+        session.engine.save_checkpoint(folder.path, "t", text);
+        ADD_FAILURE() << text;
+      } catch (const c10::ValueError& error) {
+        EXPECT_NE(std::string(error.what()).find("expected a JSON object"), std::string::npos) << error.what();
+      }
+    }
+    for (const char* text : {"{}", R"({"half": "\ud800", "both": "\\ud83d"})", R"({"a": {"b": [1, 2]}})"}) {
+      session.engine.save_checkpoint(folder.path, "t", text);
+      EXPECT_EQ(session.engine.load_checkpoint(folder.path, "t")->client_state_json, text);
+    }
+  });
+}
+
 }  // namespace
 }  // namespace deeptide::checkpoint_test

@@ -204,6 +204,27 @@ def test_universal_layout_has_deepspeeds_files(saved, tmp_path):
     assert counters["global_steps"] == 2 and torch.equal(counters["module"]["seen"], state["seen", "buffer"])
 
 
+@pytest.mark.parametrize("layout", ["universal", "dcp"])
+@pytest.mark.parametrize("place", ["under a file", "full"])
+def test_a_place_that_cannot_be_written_is_one_error(saved, tmp_path, mount_disk, layout, place):
+    out = mount_disk("8k") if place == "full" else tmp_path / "file" / "out"
+    (tmp_path / "file").touch()
+    with pytest.raises(deeptide.CheckpointError, match=f"cannot export to {out}: .*check the folder and the room"):
+        checkpoint.export(saved[0], out, layout)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("layout", ["universal", "dcp"])
+def test_damage_is_named_by_an_export_with_states(saved, tmp_path, layout):
+    folder = saved[0]
+    damaged = folder / "global_step2" / "rank_00001.safetensors"
+    data = bytearray(damaged.read_bytes())
+    data[-3] ^= 1
+    damaged.write_bytes(data)
+    with pytest.raises(deeptide.CheckpointError, match="is damaged: of the piece"):
+        checkpoint.export(folder, tmp_path / "out", layout)
+
+
 def load_universal(world, folder, stage):
     """Everything by name and role, of an engine that has trained nothing."""
     config = models.config(stage, optimizer=OPTIMIZER, checkpoint={"load_universal": True})

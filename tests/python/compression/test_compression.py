@@ -11,8 +11,6 @@ import torch
 from torch import nn
 
 import deeptide
-from deeptide.as_deepspeed.names.modules import resolve
-from deeptide.as_deepspeed.names.table import MODULES
 from deeptide.compression import (
     CompressionSchedule,
     init_compression,
@@ -376,7 +374,7 @@ BAD = [
         section("head_pruning", {"dense_ratio": 0.5}, method="topk", num_heads=4),
         r"0 has 6 inputs, which num_heads, 4, does not divide",
     ),
-    (section("sparse_pruning", {"dense_ratio": 0.5}, method="snip_momentum"), r"snip_momentum.* is not supported yet"),
+    (section("sparse_pruning", {"dense_ratio": 0.5}, method="snip_momentum"), r"snip_momentum.* not supported yet \("),
     (section("sparse_pruning", {"dense_ratio": 0.5}, related=[["1"]]), r"sparse_pruning changes no shapes"),
     (section("row_pruning", {"dense_ratio": 0.5}, related=[]), None),
     (section("row_pruning", {"dense_ratio": 0.5}, related=[["1"], ["1"]]), r"got 2 entries, expected one for each .*1"),
@@ -442,35 +440,3 @@ def test_misuse_is_named():
     wide = section("row_pruning", {"dense_ratio": 0.5}, related=[["[01]"]])
     with pytest.raises(deeptide.ConfigError, match=r"'\[01\]' names 2 modules, expected one for each of the 1"):
         redundancy_clean(init_compression(two_linears(), wide), wide)
-
-
-# -- names -------------------------------------------------------------------------------------------------------------
-
-
-class Conv1D(nn.Module):
-    """GPT-2's layer: its weight is (inputs, outputs)."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(grid(6, 4, seed=1)), nn.Parameter(BIAS.clone())
-
-    def forward(self, x):
-        return torch.addmm(self.bias, x, self.weight)
-
-
-def test_deepspeeds_names_are_these():
-    def theirs(module, name):
-        return resolve(f"deepspeed.{module}", name, MODULES[f"deepspeed.{module}"][name])
-
-    for module in ("compression", "compression.compress"):
-        assert theirs(module, "init_compression") is init_compression
-        assert theirs(module, "redundancy_clean") is redundancy_clean
-    assert theirs("compression.compress", "student_initialization") is student_initialization
-    assert theirs("compression.scheduler", "compression_scheduler") is CompressionSchedule
-    assert theirs("runtime.quantize", "Quantizer") and theirs("runtime.eigenvalue", "Eigenvalue")
-    model = nn.Sequential(Conv1D())
-    x = grid(3, 6, seed=5)
-    expected = model(x)
-    assert theirs("compression", "convert_conv1d_to_linear")(model, Conv1D) is model
-    assert type(model[0]) is nn.Linear
-    torch.testing.assert_close(model(x), expected)

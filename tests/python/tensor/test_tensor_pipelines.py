@@ -141,11 +141,14 @@ def test_all_ranks_skip_what_one_found(bad, stage):
 BEFORE, AFTER = 2, 2
 
 
-def save(world, folder, kind, settings):
+def save(world, folder, kind, settings, blocking=True):
     engine = meshes.start(world, kind, settings)
     meshes.steps(engine, kind, BEFORE)
-    engine.save_checkpoint(folder, client_state={"note": 7})
-    return meshes.states(engine), meshes.steps(engine, kind, AFTER, begin=BEFORE)
+    states = meshes.states(engine)
+    engine.save_checkpoint(folder, client_state={"note": 7}, blocking=blocking)
+    after = meshes.steps(engine, kind, AFTER, begin=BEFORE)
+    engine.wait_for_save()
+    return states, after
 
 
 def load(world, folder, kind, settings):
@@ -159,22 +162,40 @@ def load(world, folder, kind, settings):
 MESHES = {"2x2": (4, 2, 2), "2x2x2": (8, 2, 2), "data": (4, 1, 1), "whole": (1, 1, 1), "tensor": (2, 1, 2)}
 
 
+def settings_of(kind, mesh, stage, precision, place, folder):
+    more = {"bf16": True} if precision == "bf16" else {}
+    if precision == "fp16":
+        more["fp16"] = {"enabled": True, "initial_scale_power": 8}
+    if place and stage:
+        more["zero"] = {"offload_optimizer": {"device": place, "nvme_path": str(folder / "nvme")}}
+    return meshes.config(kind, stage, *MESHES[mesh][1:], **more)
+
+
 @pytest.mark.costly
 @pytest.mark.parametrize(
     ("saved", "taken"),
     [("2x2", "data"), ("data", "2x2"), ("2x2", "whole"), ("whole", "2x2x2"), ("2x2", "tensor"), ("2x2x2", "2x2x2")],
 )
-@pytest.mark.parametrize("stages", [(0, 3), (3, 1)], ids=str)
+@pytest.mark.parametrize("stages", [(0, 3), (3, 1), (1, 2)], ids=str)
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_a_checkpoint_loads_on_any_mesh(tmp_path, saved, taken, stages, kind):
-    ranks, *sizes = MESHES[saved]
-    before = run_ranks(ranks, save, str(tmp_path), kind, meshes.config(kind, stages[0], *sizes))
-    again, *others = MESHES[taken]
-    after = run_ranks(again, load, str(tmp_path), kind, meshes.config(kind, stages[1], *others))
+@pytest.mark.parametrize(
+    "types", [("fp32", "fp32"), ("bf16", "bf16"), ("fp16", "bf16"), ("bf16", "fp32"), ("fp32", "fp16")], ids="-".join
+)
+@pytest.mark.parametrize("places", [(None, None), ("cpu", "nvme"), ("nvme", None), (None, "cpu")], ids=str)
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_checkpoint_loads_on_any_mesh(tmp_path, saved, taken, stages, kind, types, places, blocking):
+    ranks, again = MESHES[saved][0], MESHES[taken][0]
+    ours, theirs = (
+        settings_of(kind, mesh, *how, tmp_path) for mesh, how in zip((saved, taken), zip(stages, types, places))
+    )
+    before = run_ranks(ranks, save, str(tmp_path), kind, ours, blocking)
+    after = run_ranks(again, load, str(tmp_path), kind, theirs)
     models.assert_same(meshes.union(r[0] for r in after), meshes.union(r[0] for r in before))
+    sizes, others = MESHES[saved][1:], MESHES[taken][1:]
     if ranks // (sizes[0] * sizes[1]) == again // (others[0] * others[1]):
-        cut.near(after[0][1][0], before[0][1][0], 1e-5, "losses")
-        cut.near(after[0][1][1], before[0][1][1], 1e-4, "norms")
+        plain = types == ("fp32", "fp32")
+        cut.near(after[0][1][0], before[0][1][0], 1e-5 if plain else 2e-2, "losses")
+        cut.near(after[0][1][1], before[0][1][1], 1e-4 if plain else 5e-2, "norms")
 
 
 @pytest.mark.costly

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from deeptide.as_deepspeed.names.entries import Name, absent, differs, works
+from deeptide.as_deepspeed.names.entries import Name, absent, differs, ours, works
 
 _PIPE = "no rank's activations are cut up; a PipelineModule's stages exchange whole tensors"
 _MOE = "there is no expert parallelism yet; MoE layers of transformers work with ZeRO as they are"
@@ -18,6 +18,8 @@ _AUTOTUNE = "the search is a command: deeptide tune, or deepspeed --autotuning t
 _FILES = 'transfers to files are the engine\'s own: offload_optimizer and offload_param with "device": "nvme"'
 _GATE = "parameters stay torch's own: the engine gathers a parameter when an operator uses it, and nothing hooks it"
 _LINEAR = "use peft's LoRA"
+_SNIP = "DeepSpeed handed snip_momentum to a package that was never published; use the method topk or l1"
+_PREPARED = "init_compression prepares layers in place, and redundancy_clean makes them final"
 _LOADED = "load_checkpoint reads DeepSpeed's checkpoints and Deeptide's into any world as they are"
 
 # (module, reason, names)
@@ -34,6 +36,11 @@ _ROWS = (
         "init_distributed reads MPI's, SLURM's, Azure's and SageMaker's variables itself",
         "in_aml in_aws_sm in_dlts mpi_discovery patch_aml_env_for_torch_nccl_backend",
     ),
+    ("compression.basic_layer", _TENSOR, "ColumnParallelLinear_Compress RowParallelLinear_Compress"),
+    ("compression.basic_layer", "a BatchNorm2d stays torch's own, also where it shrinks", "BNLayer_Compress"),
+    ("compression.compress", _PREPARED, "get_compress_methods get_module_name"),
+    ("compression.helper", _PREPARED, "compression_preparation fix_compression module_replacement"),
+    ("compression.helper", _SNIP, "generate_pruners register_on_step_begin rewrite_optimizer_step"),
     ("inference", _INFERENCE, "InferenceEngineV2 RaggedInferenceEngineConfig build_hf_engine"),
     ("inference.config", _INFERENCE, "DeepSpeedInferenceConfig DeepSpeedTPConfig"),
     ("io", _FILES, "FastFileWriter PyFileWriter MockFileWriter"),
@@ -166,6 +173,13 @@ _WORKING = (
         "as_deepspeed.pipe.topology",
         "PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid ProcessTopology",
     ),
+    ("compression.basic_layer", "as_deepspeed.training.compression", "QuantAct"),
+    ("compression.helper", "as_deepspeed.training.compression", "is_module_compressible"),
+    (
+        "compression.utils",
+        "as_deepspeed.training.compression",
+        "AsymQuantizer BinaryQuantizer SymQuantizer TernaryQuantizer TopKBinarizer",
+    ),
     ("runtime.eigenvalue", "compression.eigenvalue", "Eigenvalue"),
     ("runtime.quantize", "compression.quantizer", "Quantizer"),
     ("runtime.progressive_layer_drop", "as_deepspeed.training.data_pipeline", "ProgressiveLayerDrop"),
@@ -188,6 +202,13 @@ for _module in ("compression", "compression.compress"):
     FEATURES[f"deepspeed.{_module}"]["redundancy_clean"] = differs(
         "deeptide.compression:redundancy_clean", "of an engine's model, cleans engine.snapshot()"
     )
+FEATURES["deepspeed.compression.compress"]["check_deepspeed_config"] = ours("config.configuration:as_dict")
+FEATURES["deepspeed.compression.basic_layer"].update(
+    {
+        name: differs(f"training.compression:{name}", "for isinstance; init_compression makes layers, in place")
+        for name in ("Conv2dLayer_Compress", "Embedding_Compress", "LinearLayer_Compress")
+    }
+)
 for _module in ("compression", "compression.scheduler"):
     FEATURES.setdefault(f"deepspeed.{_module}", {})["compression_scheduler"] = differs(
         "deeptide.compression:CompressionSchedule", "takes ds_config; the engine has its own"

@@ -95,7 +95,7 @@ Key sparse_pruning() {
                        choice("method", "l1", {"l1", "topk", "snip_momentum"},
                               "l1: the largest weights at the start stay; topk: those of the best scores, which are "
                               "trained.")
-                           .not_yet({"snip_momentum"}),
+                           .not_yet({"snip_momentum"}, "DeepSpeed called a package for it that was never published"),
                        offset(1000),
                        of_snip_momentum(integer("schedule_offset_end", {}, "Last step.").at_least(0)),
                        of_snip_momentum(integer("schedule_offset_stride", 1, "Steps between.").at_least(1)),

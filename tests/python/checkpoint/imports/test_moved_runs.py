@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from conftest import run_ranks
 from golden import unpack
-from moved_here import go_on, precision_of
+from moved_here import check_losses, go_on, precision_of
 from moved_runs import CASES
 
 import deeptide
@@ -30,10 +30,15 @@ def golden(tmp_path_factory):
     return unpack(GOLDEN, tmp_path_factory.mktemp("golden"))
 
 
+def check(world, folder, name, stage, tag):
+    tolerance = TOLERANCE[precision_of(name)]
+    losses = run_ranks(world, go_on, str(folder), name, stage, tag, tolerance)
+    check_losses(losses, folder, name, tolerance, first=1e-6)
+
+
 @pytest.mark.parametrize("name", [name for name in CASES if "universal" not in name])
 def test_a_run_moves_over_in_its_middle(golden, name):
-    stage = int(name[5])
-    run_ranks(2, go_on, str(golden), name, stage, "middle", TOLERANCE[precision_of(name)])
+    check(2, golden, name, int(name[5]), "middle")
 
 
 @pytest.mark.parametrize(("world", "stage"), [(1, 0), (3, 2), (4, 3)])
@@ -41,13 +46,12 @@ def test_a_run_moves_over_in_its_middle(golden, name):
 def test_into_any_world_and_stage(golden, name, world, stage):
     if world == 3:
         name = "stage3-bf16"  # its ranks all see one batch
-    run_ranks(world, go_on, str(golden), name, stage, "middle", TOLERANCE[precision_of(name)])
+    check(world, golden, name, stage, "middle")
 
 
 @pytest.mark.parametrize("name", ["stage1-groups", "stage2-universal", "stage3-universal"])
 def test_the_universal_form(golden, name):
-    tolerance = TOLERANCE[precision_of(name)]
-    run_ranks(2, go_on, str(golden), name, int(name[5]), "middle_universal", tolerance)
+    check(2, golden, name, int(name[5]), "middle_universal")
 
 
 @pytest.mark.parametrize("name", ["stage1-fp16", "stage3-bf16", "stage2-universal"])
@@ -58,7 +62,7 @@ def test_an_imported_checkpoint_is_one_of_ours(golden, tmp_path, name):
     assert (tmp_path / name / "latest").read_text().strip() == made.name
     assert {path.name for path in made.iterdir()} >= {"manifest.json", "rank_00000.safetensors"}
     (tmp_path / name / "expected.pt").write_bytes((source / "expected.pt").read_bytes())
-    run_ranks(2, go_on, str(tmp_path), name, 2, None, TOLERANCE[precision_of(name)])
+    check(2, tmp_path, name, 2, None)
 
 
 @pytest.mark.costly
