@@ -220,7 +220,7 @@ class DEEPTIDE_API PipelineEngine {
   /// has micro-batches, others never.
   using Batches = std::function<MicroBatch()>;
 
-  /// Collective. Errors: ConfigError, also for the schedule zero_bubble, which Python alone has.
+  /// Collective. Errors: ConfigError.
   PipelineEngine(std::shared_ptr<PipelineModule> model, Loss loss, const Config& config, InitOptions options = {});
   ~PipelineEngine();
   PipelineEngine(PipelineEngine&&) noexcept;
