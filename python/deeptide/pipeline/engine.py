@@ -388,12 +388,11 @@ class PipelineEngine(Engine):
         """Not here."""
         raise PipelineError("rebuild: not supported yet with a pipeline; make the model and the engine anew")
 
+    @told
     def snapshot(self) -> torch.nn.Module:
-        """A snapshot of a PipelineModule's stage. A model that is cut has none: its program needs the other stages."""
-        if isinstance(self._cut, BlockCut):
-            raise PipelineError(
-                "snapshot: not supported yet with a model that is cut into stages as it is; a PipelineModule has it"
-            )
+        """Copies the uncut model, on every rank; of a PipelineModule its stage. Collective over all stages."""
+        if isinstance(self._cut, BlockCut) and self._stage is not None:
+            return self._cut.copy_whole(self._loop.exchange_tensors)
         return super().snapshot()
 
     def _modules_to_compile(self) -> Iterable[torch.nn.Module]:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -69,6 +70,21 @@ class PlainLoop(StageRun):
             self._send("output", 0, content_of(output), stage)
         self._stage.flush()
         return output
+
+    def exchange_tensors(self, own: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Sends the other stages tensors by name, one by one, and gives theirs. Collective over the stages."""
+        assert self._stage is not None
+        self._stage.meet()
+        for stage in range(self._stages):
+            if stage == self._here:
+                for named in (*({name: tensor} for name, tensor in own), {}):
+                    for other in range(self._stages):
+                        if other != stage:
+                            self._send("copied tensor", 0, named, other)
+                    self._stage.flush()
+                continue
+            while named := self._receive("copied tensor", 0, stage):
+                yield from named.items()
 
     def _pass(self, inputs: Any) -> tuple[Any, Any]:
         """(received, output) of this stage. A forward of a new kind is made again while a stage lacks values."""
