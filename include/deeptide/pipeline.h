@@ -140,13 +140,17 @@ std::vector<PipelineLayer> layers_of(const torch::nn::Module& container) {
   return layers;
 }
 
-/// parameters: stages have nearly equally many trained elements, cut as DeepSpeed cuts; uniform: layers.
-enum class PipelinePartition : uint8_t { parameters, uniform };
+/// parameters: stages have nearly equally many trained elements, cut as DeepSpeed cuts; uniform: layers. profile: the
+/// slowest stage is fastest, by each layer's forward and backward; memory: the largest is smallest, by bytes of
+/// parameters, of gradients and Adam's states in fp32, and of what backward keeps of as many micro-batches as 1f1b, or
+/// the interleaved schedule, has alive there. Rank 0 makes and runs the layers one by one for these two.
+enum class PipelinePartition : uint8_t { parameters, uniform, profile, memory };
 
 struct PipelineOptions {
   int num_stages = 1;
   int chunks = 1;  // runs of layers on each stage: the schedule is interleaved then
   PipelinePartition partition = PipelinePartition::parameters;
+  Activations profile_input;    // the first layer's input in a micro-batch; profile and memory run the layers on it
   std::vector<int64_t> bounds;  // own: part p has the layers [bounds[p], bounds[p + 1]); empty: by `partition`
   int activation_checkpoint_interval =
       0;                        // so many layers keep their input alone until backward; 0: each what it needs
@@ -220,7 +224,7 @@ class DEEPTIDE_API PipelineEngine {
   /// has micro-batches, others never.
   using Batches = std::function<MicroBatch()>;
 
-  /// Collective. Errors: ConfigError, also for the schedule zero_bubble, which Python alone has.
+  /// Collective. Errors: ConfigError.
   PipelineEngine(std::shared_ptr<PipelineModule> model, Loss loss, const Config& config, InitOptions options = {});
   ~PipelineEngine();
   PipelineEngine(PipelineEngine&&) noexcept;

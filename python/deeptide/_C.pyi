@@ -54,7 +54,9 @@ from deeptide._C_memory import PlanTransfer as PlanTransfer
 from deeptide._C_memory import Spill as Spill
 from deeptide._C_memory import cpu_allocator_stats as cpu_allocator_stats
 from deeptide._C_memory import install_cpu_allocator as install_cpu_allocator
+from deeptide._C_memory import machine_limits as machine_limits
 from deeptide._C_memory import plan as plan
+from deeptide._C_memory import plan_choices as plan_choices
 from deeptide._C_memory import release_idle_cpu_memory as release_idle_cpu_memory
 from deeptide._C_parallel import InitOptions as InitOptions
 from deeptide._C_parallel import PipelineSchedule as PipelineSchedule
@@ -65,12 +67,15 @@ from deeptide._C_parallel import StageCosts as StageCosts
 from deeptide._C_parallel import StageInstruction as StageInstruction
 from deeptide._C_parallel import TensorTeam as TensorTeam
 from deeptide._C_parallel import balanced_bounds as balanced_bounds
+from deeptide._C_parallel import bounds_by_memory as bounds_by_memory
+from deeptide._C_parallel import bounds_by_time as bounds_by_time
 from deeptide._C_parallel import check_mesh as check_mesh
 from deeptide._C_parallel import published_idle_time as published_idle_time
 from deeptide._C_parallel import published_peak_activations as published_peak_activations
 from deeptide._C_parallel import simulate_pipeline as simulate_pipeline
 from deeptide._C_parallel import stage_instructions as stage_instructions
 from deeptide._C_parallel import stage_of_rank as stage_of_rank
+from deeptide._C_parallel import uniform_bounds as uniform_bounds
 from deeptide._C_reports import CollectiveBench as CollectiveBench
 from deeptide._C_reports import CollectiveLine as CollectiveLine
 from deeptide._C_reports import CollectiveTimes as CollectiveTimes
@@ -402,15 +407,6 @@ def load_weights(
 ) -> tuple[list[str], list[str]]: ...
 def import_checkpoint(source: str, directory: str, source_tag: str = "", tag: str = "") -> str: ...
 def describe_torch_file(path: str) -> str: ...
-def plan_choices(
-    model: ModelDescription,
-    config: Config,
-    options: InitOptions,
-    world_size: int,
-    ranks_per_host: int,
-    machine: MachineLimits,
-) -> list[PlanChoice]: ...
-def machine_limits(folders: Sequence[str]) -> MachineLimits: ...
 def offload_folders(config: Config) -> list[str]: ...
 
 class Engine(_Bound):

@@ -258,6 +258,9 @@ class Engine(Answers, WholeSteps, LessWork, Observed):
         """Those whose activations are alive at once, at most."""
         return 1
 
+    def _modules_to_compile(self) -> Iterable[torch.nn.Module]:
+        return (self.module,)
+
     @told
     def snapshot(self) -> torch.nn.Module:
         """A deep copy of the model as it is now, whole, in memory of its own: in eval mode, without gradients.

@@ -91,7 +91,11 @@ void bind_parallel(py::module_& module) {
                                           {.stages = stages, .micro_batches = micro_batches, .chunks = chunks}, stage);
       },
       py::arg("schedule"), py::arg("stages"), py::arg("micro_batches"), py::arg("stage"), py::arg("chunks") = 1);
+  module.def("uniform_bounds", &uniform_bounds, py::arg("num_items"), py::arg("num_parts"));
   module.def("balanced_bounds", &balanced_bounds, py::arg("weights"), py::arg("num_parts"));
+  module.def("bounds_by_time", &bounds_by_time, py::arg("times"), py::arg("num_parts"));
+  module.def("bounds_by_memory", &bounds_by_memory, py::arg("states"), py::arg("kept"), py::arg("stages"),
+             py::arg("chunks"));
 }
 
 }  // namespace deeptide::python

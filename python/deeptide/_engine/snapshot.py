@@ -3,6 +3,7 @@
 """A copy of the model that training does not touch."""
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,9 +11,10 @@ import torch
 from deeptide._C import CommError
 
 
-def copy_of(model: torch.nn.Module) -> torch.nn.Module:
+def copy_of(model: torch.nn.Module, left_out: Iterable[object] = ()) -> torch.nn.Module:
     """A deep copy with whole parameters in memory of its own: in eval mode, without gradients. Collective at stage 3.
 
+    left_out: objects in whose place the copy has None.
     Errors: what copy.deepcopy raises for an attribute that cannot be copied, with what to do.
     """
     # torch copies no result of an operator; modules keep such (attention weights, an auxiliary loss) from a forward.
@@ -22,6 +24,7 @@ def copy_of(model: torch.nn.Module) -> torch.nn.Module:
         for value in vars(module).values()
         if isinstance(value, torch.Tensor) and not value.is_leaf
     }
+    memo |= {id(each): None for each in left_out}
     try:
         with torch.no_grad():
             twin = copy.deepcopy(model, memo)

@@ -39,7 +39,8 @@ def compile_model(engine: Engine, backend: Any = None, compile_kwargs: dict[str,
     options = dict(compile_kwargs or {})
     if backend is not None:
         options["backend"] = backend
-    engine.module.compile(**options)
+    for module in engine._modules_to_compile():
+        module.compile(**options)
     engine.is_compiled = True
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,11 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from deeptide import _C
-from deeptide._C import ConfigError, PipelineSchedule
+from deeptide._C import ConfigError
 from deeptide.pipeline.layers import LayerSpec, TiedLayerSpec
-from deeptide.pipeline.partition import PartCost
 from deeptide.pipeline.place import of_first_rank
-from deeptide.pipeline.schedules import simulate
 
 _RUNS = 3  # of each layer, the fastest of which counts
 _BYTES_TRAINED = 4 + 4 + 4 + 4  # of an element: its sum of gradients, master and two moments
@@ -87,8 +84,8 @@ def seconds_of_layers(layers: Sequence[Any], sample: Any) -> list[float]:
     return found
 
 
-def time_of_parts(layers: Sequence[Any], sample: Any, world: _C.World | None) -> PartCost:
-    """Seconds of a part's layers, as rank 0 measures them. Collective. Errors: ConfigError, on all ranks."""
+def bounds_by_time(layers: Sequence[Any], sample: Any, num_parts: int, world: _C.World | None) -> list[int]:
+    """The slowest part is fastest, as rank 0 measures layers. Collective. Errors: ConfigError, on all ranks."""
 
     def measured() -> str:
         try:
@@ -99,8 +96,7 @@ def time_of_parts(layers: Sequence[Any], sample: Any, world: _C.World | None) ->
     told = json.loads(of_first_rank(world, measured))
     if isinstance(told, str):
         raise ConfigError(told)
-    sums = list(itertools.accumulate(told, initial=0.0))
-    return lambda part, begin, end: sums[end] - sums[begin]
+    return _C.bounds_by_time(told, num_parts)
 
 
 def bytes_of_layers(layers: Sequence[Any], sample: Any) -> tuple[list[int], list[int]]:
@@ -136,14 +132,7 @@ def bytes_of_layers(layers: Sequence[Any], sample: Any) -> tuple[list[int], list
     return states, kept
 
 
-def memory_of_parts(layers: Sequence[Any], sample: Any, num_stages: int, num_chunks: int) -> PartCost:
-    """Bytes of a part's layers, with the activations of as many micro-batches as its stage has alive."""
-    states, kept = (list(itertools.accumulate(each, initial=0)) for each in bytes_of_layers(layers, sample))
-    schedule = PipelineSchedule.one_f_one_b if num_chunks == 1 else PipelineSchedule.interleaved
-    peaks = simulate(schedule, num_stages, 4 * num_stages, num_chunks).peak_activations
-    live = [peak / num_chunks for peak in peaks]
-
-    def cost(part: int, begin: int, end: int) -> float:
-        return states[end] - states[begin] + live[part % num_stages] * (kept[end] - kept[begin])
-
-    return cost
+def bounds_by_memory(layers: Sequence[Any], sample: Any, num_stages: int, num_chunks: int) -> list[int]:
+    """The largest part is smallest, with the activations of as many micro-batches as its stage has alive."""
+    states, kept = bytes_of_layers(layers, sample)
+    return _C.bounds_by_memory(states, kept, num_stages, num_chunks)

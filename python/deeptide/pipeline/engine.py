@@ -388,18 +388,13 @@ class PipelineEngine(Engine):
         """Not here."""
         raise PipelineError("rebuild: not supported yet with a pipeline; make the model and the engine anew")
 
+    @told
     def snapshot(self) -> torch.nn.Module:
-        """A snapshot of a PipelineModule's stage. A model that is cut has none: its program needs the other stages."""
-        self._check_whole("snapshot")
+        """Copies the uncut model, on every rank; of a PipelineModule its stage. Collective over all stages."""
+        if isinstance(self._cut, BlockCut) and self._stage is not None:
+            return self._cut.copy_whole(self._loop.exchange_tensors)
         return super().snapshot()
 
-    def compile(self, backend: Any = None, compile_kwargs: dict[str, Any] | None = None) -> None:
-        """Likewise."""
-        self._check_whole("compile")
-        super().compile(backend, compile_kwargs)
-
-    def _check_whole(self, method: str) -> None:
-        if isinstance(self._cut, BlockCut):
-            raise PipelineError(
-                f"{method}: not supported yet with a model that is cut into stages as it is; a PipelineModule has it"
-            )
+    def _modules_to_compile(self) -> Iterable[torch.nn.Module]:
+        """Those blocks that this stage has, if the model is cut: the program around them uses other stages' tensors."""
+        return self._cut.own_blocks.values() if isinstance(self._cut, BlockCut) else super()._modules_to_compile()

@@ -16,7 +16,7 @@ from deeptide import _C
 from deeptide._C import ConfigError
 from deeptide.pipeline.cutting.ties import ties_of_layers
 from deeptide.pipeline.layers import LayerSpec, TiedLayerSpec
-from deeptide.pipeline.partition import PartCost, bounds_of
+from deeptide.pipeline.partition import bounds_of
 from deeptide.pipeline.passing.skips import Skips
 from deeptide.pipeline.place import place
 from deeptide.pipeline.step.batches import split
@@ -119,17 +119,17 @@ class PipelineModule(torch.nn.Module):
             self._specs,
             stages * self.num_chunks,
             partition_method,
-            None if profile_input is None else self._costs(partition_method, profile_input, world),
+            None if profile_input is None else self._measured(partition_method, profile_input, world),
         )
         self._build(seed_layers, seed_fn or _seed, base_seed)
         self.ties = ties_of_layers(self)
 
-    def _costs(self, method: str, sample: Any, world: _C.World | None) -> Callable[[], PartCost]:
+    def _measured(self, method: str, sample: Any, world: _C.World | None) -> Callable[[], list[int]]:
         from deeptide.pipeline import costs
 
         if method.lower() == "profile":
-            return lambda: costs.time_of_parts(self._specs, sample, world)
-        return lambda: costs.memory_of_parts(self._specs, sample, self.num_stages, self.num_chunks)
+            return lambda: costs.bounds_by_time(self._specs, sample, self.num_stages * self.num_chunks, world)
+        return lambda: costs.bounds_by_memory(self._specs, sample, self.num_stages, self.num_chunks)
 
     def _checked(self, chunks: int) -> int:
         """One stage has all layers, in order. Errors: ValueError."""

@@ -15,14 +15,6 @@ from deeptide import _C
 from deeptide._C import ConfigError
 from deeptide.pipeline.layers import LayerSpec
 
-PartCost = Callable[[int, int, int], float]  # of layers [begin, end) as a part, by its number: (part, begin, end)
-
-
-def uniform(num_items: int, num_parts: int) -> list[int]:
-    """Bounds of parts of nearly equal length, the longer ones first: part i has the items [bounds[i], bounds[i+1])."""
-    length, longer = divmod(num_items, num_parts)
-    return [part * length + min(part, longer) for part in range(num_parts + 1)]
-
 
 def balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     """Bounds of parts whose sums differ little, by DeepSpeed's rule, so that a model is cut as it cuts it."""
@@ -62,30 +54,16 @@ def _matches(pattern: str) -> Callable[[Any], int]:
     return lambda layer: int(bool(compiled.search(_class_name(layer))))
 
 
-def least_largest(cost: PartCost, num_items: int, num_parts: int) -> list[int]:
-    """Bounds of parts with items each, of which the costliest costs least. cost: of (part, begin, end)."""
-    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [0])}  # by the number of items taken
-    for part in range(num_parts):
-        following: dict[int, tuple[float, list[int]]] = {}
-        for begin, (largest, bounds) in best.items():
-            for end in range(begin + 1, num_items - (num_parts - 1 - part) + 1):
-                most = max(largest, cost(part, begin, end))
-                if end not in following or most < following[end][0]:
-                    following[end] = most, [*bounds, end]
-        best = following
-    return best[num_items][1]
-
-
 def bounds_of(
-    layers: Sequence[Any], num_stages: int, method: str, costs: Callable[[], PartCost] | None = None
+    layers: Sequence[Any], num_stages: int, method: str, measured: Callable[[], list[int]] | None = None
 ) -> list[int]:
     """By "uniform", by trained "parameters", or by how many layers have a class of a name that "type:REGEX" finds.
 
-    costs: gives what parts cost under "profile" and "memory".
+    measured: gives the bounds by "profile" and "memory".
     """
     kind, _, pattern = method.partition(":")
     if method.lower() == "uniform":
-        bounds = uniform(len(layers), num_stages)
+        bounds = _C.uniform_bounds(len(layers), num_stages)
     elif method.lower() == "parameters":
         bounds = balanced([num_trained(layer) for layer in layers], num_stages)
     elif kind.lower() == "type" and pattern:
@@ -95,10 +73,10 @@ def bounds_of(
             raise ConfigError(f"partition_method {method!r}: it finds none of the layers' classes, which are {names}")
         bounds = balanced(weights, num_stages)
     elif method.lower() in ("profile", "memory"):
-        if costs is None:
+        if measured is None:
             raise ConfigError(f"partition_method {method!r}: give profile_input, the inputs of a micro-batch")
         has_enough = 1 < num_stages <= len(layers)
-        bounds = least_largest(costs(), len(layers), num_stages) if has_enough else uniform(len(layers), num_stages)
+        bounds = measured() if has_enough else _C.uniform_bounds(len(layers), num_stages)
     else:
         raise NotImplementedError(
             f"partition_method: got {method!r}, expected 'uniform', 'parameters', 'profile', 'memory' or 'type:REGEX'"

@@ -31,20 +31,17 @@ PipelineSchedule chosen_schedule(const Config& config, const PipelineModule& mod
         "parallel.pipeline.cut is given, and a PipelineModule is cut by its own bounds; leave the key out");
   }
   const std::string name = section.find("schedule")->value.string;
-  if (name == "zero_bubble") {
-    throw ConfigError(
-        "parallel.schedule is \"zero_bubble\", which sets work of Python's models aside: a C++ PipelineModule runs by "
-        "1f1b, gpipe or interleaved");
-  }
   const bool is_chunked = model.num_chunks() > 1;
-  if ((is_chunked && name == "gpipe") || (!is_chunked && name == "interleaved" && model.num_stages() > 1)) {
-    throw ConfigError(
-        format_text("parallel.schedule is \"{}\", and the PipelineModule has {} chunks on each stage: those of one "
-                    "chunk run by 1f1b or gpipe, others interleaved; build it with another number, or leave the key "
-                    "out",
-                    name, model.num_chunks()));
+  if ((is_chunked && (name == "gpipe" || name == "zero_bubble")) ||
+      (!is_chunked && name == "interleaved" && model.num_stages() > 1)) {
+    throw ConfigError(format_text(
+        "parallel.schedule is \"{}\", and the PipelineModule has {} chunks on each stage: those of one "
+        "chunk run by 1f1b, gpipe or zero_bubble, others interleaved; build it with another number, or leave the key "
+        "out",
+        name, model.num_chunks()));
   }
   if (is_chunked) return PipelineSchedule::interleaved;
+  if (name == "zero_bubble" && model.num_stages() > 1) return PipelineSchedule::zero_bubble;  // else nobody waits
   return name == "gpipe" ? PipelineSchedule::gpipe : PipelineSchedule::one_f_one_b;
 }
 

@@ -2,10 +2,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Cuts a list of layers into stages, and makes those of this rank's.
 #include <ATen/Context.h>
-#include <ATen/core/Generator.h>
 
 #include <algorithm>
-#include <numeric>
 #include <span>
 
 #include "base/libraries/format.h"
@@ -14,27 +12,13 @@
 #include "deeptide/pipeline_partition.h"
 #include "deeptide/pipeline_stage.h"
 #include "deeptide/recompute.h"
-#include "deeptide/zero.h"
+#include "engine/pipeline/layer_costs.h"
 
 namespace deeptide {
+
+using engine::num_trained;
+
 namespace {
-
-int64_t num_trained(const torch::nn::Module& module) {
-  const auto parameters = module.parameters();
-  return std::accumulate(parameters.begin(), parameters.end(), int64_t{0}, [](int64_t sum, const at::Tensor& one) {
-    return sum + (one.requires_grad() ? one.numel() : 0);
-  });
-}
-
-/// Made to be looked at, without memory or values, and without a draw.
-int64_t num_trained(const PipelineLayer& layer) {
-  at::Generator generator = at::globalContext().defaultGenerator(at::kCPU);
-  const at::Tensor state = generator.get_state();
-  const zero::Init no_memory;
-  const PipelineLayer::Made made = layer.made();
-  generator.set_state(state);
-  return made.module ? num_trained(*made.module) : 0;
-}
 
 Activations run(std::span<const PipelineLayer::Forward> steps, Activations values) {
   for (const PipelineLayer::Forward& step : steps) values = step(values);
@@ -105,6 +89,8 @@ void PipelineModule::choose_bounds(const Layers& layers) {
     bounds_ = options_.bounds;
   } else if (options_.partition == PipelinePartition::uniform) {
     bounds_ = uniform_bounds(std::ssize(layers), parts);
+  } else if (options_.partition != PipelinePartition::parameters) {
+    bounds_ = engine::measured_bounds(layers, options_, world_);
   } else {
     std::vector<double> weights;
     for (const PipelineLayer& layer : layers) weights.push_back(static_cast<double>(num_trained(layer)));

@@ -13,12 +13,15 @@
 #include <optional>
 #include <utility>
 
+#include "engine/pipeline/weights_aside.h"
+
 namespace deeptide {
 namespace {
 
 using at::Tensor;
 using Tensors = std::vector<Tensor>;
 using Forward = std::function<Tensors(const Tensors&)>;
+using engine::WeightsAside;
 
 at::Generator generator_of(c10::Device device) { return at::globalContext().defaultGenerator(device); }
 
@@ -99,14 +102,22 @@ class Segment : public torch::CustomClassHolder {
         for (const Casts& casts : before) casts.set();
       }
       Segment& segment;
+      WeightsAside::Recording recording{segment.aside_};
       std::vector<Casts> before;
     };
     const Back back(*this);
     return forward_(inputs);
   }
 
+  /// Runs backward of what again() returned.
+  void backward(const Tensors& outputs, const Tensors& gradients) const {
+    if (aside_) aside_->part(outputs);
+    torch::autograd::backward(outputs, gradients);
+  }
+
  private:
   Forward forward_;
+  std::shared_ptr<WeightsAside> aside_ = WeightsAside::recording();  // of a stage that computes those gradients later
   std::vector<Draws> draws_;
   std::vector<Casts> casts_;
 };
@@ -144,7 +155,7 @@ struct Recomputed : torch::autograd::Function<Recomputed> {
       roots.push_back(outputs[i]);
       of_roots.push_back(gradients[i]);
     }
-    if (!roots.empty()) torch::autograd::backward(roots, of_roots);
+    if (!roots.empty()) segment->backward(roots, of_roots);
     Tensors of_inputs(2);  // the anchor's and the segment's
     for (const Tensor& input : inputs) of_inputs.push_back(input.defined() ? input.grad() : input);
     return of_inputs;

@@ -6,9 +6,8 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <utility>
-
-#include "base/invariant.h"
 
 namespace deeptide::engine {
 namespace {
@@ -28,6 +27,17 @@ class ClosingPieces {
 
  private:
   Engine* engine_;
+};
+
+/// While it lives, gradients of parameters wait under a number.
+class Holding {
+ public:
+  Holding(PipelineStage& stage, int64_t number) : stage_(stage) { stage_.hold(number); }
+  ~Holding() { stage_.hold(std::nullopt); }
+  Holding(const Holding&) = delete;
+
+ private:
+  PipelineStage& stage_;
 };
 
 }  // namespace
@@ -79,14 +89,18 @@ void StageRun::prepare(const std::vector<StageInstruction>& order, bool training
   ++number_;
   result_ = {};
   for (auto* held : {&inputs_, &outputs_, &gradients_}) held->clear();  // of a step that failed
+  left_.clear();
   closing_.clear();
+  is_apart_ = std::ranges::any_of(
+      order, [](const StageInstruction& each) { return each.action == StageAction::backward_weight; });
+  part_weights();
   std::optional<Piece> last_trained;
   std::map<int, int64_t> due = shared_.letters(training);
   for (const StageInstruction& each : order) {
     const Piece piece{each.chunk, each.micro_batch};
     if (each.action == StageAction::receive_activation) ++due[neighbour(each.chunk, -1).stage];
     if (each.action == StageAction::receive_gradient) ++due[neighbour(each.chunk, 1).stage];
-    if (each.action != StageAction::backward) continue;
+    if (each.action != StageAction::backward && each.action != StageAction::backward_weight) continue;
     final_ = piece;
     // Others have no gradients to reduce.
     if (!model_.trains(each.chunk)) continue;
@@ -102,12 +116,24 @@ void StageRun::prepare(const std::vector<StageInstruction>& order, bool training
   shared_.exchange_values(*letters_, number_);
 }
 
+void StageRun::part_weights() {
+  aside_ = is_apart_ && model_.stage() > 0 ? std::make_shared<WeightsAside>() : nullptr;
+  if (!aside_) return;
+  Activations weights = model_.parameters();
+  for (const PipelineModule::Tie& tie : model_.ties()) {
+    const Activations of_tie = tie.module->parameters();
+    weights.insert(weights.end(), of_tie.begin(), of_tie.end());
+  }
+  aside_->set_weights(weights);
+}
+
 void StageRun::run(const StageInstruction& instruction, const std::vector<MicroBatch>& batches) {
   const Piece piece{instruction.chunk, instruction.micro_batch};
   switch (instruction.action) {
     case StageAction::receive_activation:
       return receive_activation(piece);
     case StageAction::forward: {
+      const WeightsAside::Recording recording(aside_);
       Activations outputs = output_of(piece, batches);
       if (is_last(piece.first)) outputs = {loss_of(outputs, batches.at(piece.second))};
       outputs_[piece] = std::move(outputs);
@@ -122,10 +148,10 @@ void StageRun::run(const StageInstruction& instruction, const std::vector<MicroB
     case StageAction::send_gradient:
       return send_gradient(piece);
     case StageAction::backward_input:
+      return backward_input(piece);
     case StageAction::backward_weight:
-      break;
+      return backward_weight(piece);
   }
-  DEEPTIDE_INVARIANT(false, "a schedule with gradients of weights apart");
 }
 
 void StageRun::receive_activation(const Piece& piece) {
@@ -156,6 +182,31 @@ void StageRun::receive_gradient(const Piece& piece) {
 }
 
 void StageRun::backward(const Piece& piece) {
+  differentiate(piece);
+  if (part(piece.first) == 0) end(piece);
+}
+
+/// The gradient that the stage before waits for. All those of parameters wait until they are complete.
+void StageRun::backward_input(const Piece& piece) {
+  if (!aside_) return differentiate(piece);
+  aside_->part(outputs_.at(piece));
+  const Holding holding(*stage_, piece.second);
+  differentiate(piece);
+  left_[piece] = aside_->take();
+}
+
+void StageRun::backward_weight(const Piece& piece) {
+  if (aside_) {
+    auto [from, with] = left_.extract(piece).mapped();
+    if (piece == final_) add_shared_gradients(from, with);
+    stage_->give(piece.second);
+    if (!from.empty()) stage_->backward(from, with);
+    shared_.add_gradients();
+  }
+  end(piece);
+}
+
+void StageRun::differentiate(const Piece& piece) {
   const Activations outputs = outputs_.extract(piece).mapped();
   if (piece == final_ && model_.num_chunks() > 1) engine_.set_gradient_accumulation_boundary(true);
   if (is_last(piece.first)) {
@@ -165,7 +216,6 @@ void StageRun::backward(const Piece& piece) {
     backward_from(piece, outputs);
   }
   shared_.add_gradients();
-  if (part(piece.first) == 0) end(piece);
 }
 
 void StageRun::backward_from(const Piece& piece, const Activations& outputs) {
@@ -180,12 +230,14 @@ void StageRun::backward_from(const Piece& piece, const Activations& outputs) {
     }
     ++gradient;
   }
-  if (piece == final_) {
-    const auto [parameters, sums] = shared_.take_gradients(*letters_, number_);
-    from.insert(from.end(), parameters.begin(), parameters.end());
-    with.insert(with.end(), sums.begin(), sums.end());
-  }
+  if (piece == final_ && !aside_) add_shared_gradients(from, with);
   if (!from.empty()) stage_->backward(from, with);
+}
+
+void StageRun::add_shared_gradients(Activations& from, Activations& with) {
+  const auto [parameters, sums] = shared_.take_gradients(*letters_, number_);
+  from.insert(from.end(), parameters.begin(), parameters.end());
+  with.insert(with.end(), sums.begin(), sums.end());
 }
 
 void StageRun::send_gradient(const Piece& piece) {
@@ -196,10 +248,10 @@ void StageRun::send_gradient(const Piece& piece) {
   }
   const Neighbour to = neighbour(piece.first, -1);
   letters_->send({LetterKind::gradient, to.chunk, piece.second, number_}, gradients, to.stage);
-  end(piece);
+  if (!is_apart_) end(piece);
 }
 
-/// After a backward, when its gradient is on its way.
+/// After a backward, when its gradient is on its way, and the gradients of its weights are there.
 void StageRun::end(const Piece& piece) {
   if (piece == final_ && letters_) shared_.send_gradients(*letters_, number_);
   if (closing_.contains(piece)) result_.outcome = engine_.step();

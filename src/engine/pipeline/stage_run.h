@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <optional>
 #include <set>
 #include <utility>
@@ -13,6 +14,7 @@
 #include "deeptide/pipeline_schedule.h"
 #include "engine/pipeline/letters.h"
 #include "engine/pipeline/shared_weights.h"
+#include "engine/pipeline/weights_aside.h"
 
 namespace deeptide::engine {
 
@@ -38,6 +40,7 @@ class StageRun {
   };
 
   void prepare(const std::vector<StageInstruction>& order, bool training);
+  void part_weights();
   void run(const StageInstruction& instruction, const std::vector<MicroBatch>& batches);
   void evaluate_one(const StageInstruction& instruction, const std::vector<MicroBatch>& batches);
   int part(int chunk) const { return chunk * model_.num_stages() + model_.stage(); }
@@ -50,6 +53,10 @@ class StageRun {
   void send_activation(const Piece& piece);
   void receive_gradient(const Piece& piece);
   void backward(const Piece& piece);
+  void backward_input(const Piece& piece);
+  void backward_weight(const Piece& piece);
+  void differentiate(const Piece& piece);
+  void add_shared_gradients(Activations& from, Activations& with);
   void backward_from(const Piece& piece, const Activations& outputs);
   void send_gradient(const Piece& piece);
   void end(const Piece& piece);
@@ -65,6 +72,10 @@ class StageRun {
   std::set<Piece> closing_;
   Result result_;
   std::map<Piece, Activations> inputs_, outputs_, gradients_;
+  bool is_apart_ = false;  // gradients of weights
+  // Null if they are not, and on the first stage, where nobody waits for the others.
+  std::shared_ptr<WeightsAside> aside_;
+  std::map<Piece, std::pair<Activations, Activations>> left_;
 };
 
 }  // namespace deeptide::engine

@@ -172,6 +172,13 @@ TEST(Pipeline, TrainsChunksAsOneStageDoesBitForBit) {
   for (const int zero_stage : {1, 3}) expect_trained_as_one_stage({2, 2, "interleaved"}, zero_stage, false);
 }
 
+TEST(Pipeline, TrainsWithGradientsOfWeightsApartBitForBit) {
+  for (const int zero_stage : {0, 1, 2, 3}) {
+    expect_trained_as_one_stage({3, 1, "zero_bubble"}, zero_stage, false, zero_stage == 2);
+  }
+  expect_trained_as_one_stage({2, 1, "zero_bubble", 2}, 3, false);
+}
+
 TEST(Pipeline, TrainsRecomputedLayersAsKeptOnesBitForBit) {
   for (const int zero_stage : {0, 3}) {
     expect_trained_as_one_stage({2, 1, "1f1b", 1}, zero_stage, false);
@@ -184,6 +191,7 @@ TEST(Pipeline, TrainsWeightsThatStagesShare) {
   for (const int zero_stage : {0, 3}) {
     expect_trained_as_one_stage({2, 1, "1f1b"}, zero_stage, true);
     expect_trained_as_one_stage({2, 2, "interleaved"}, zero_stage, true);
+    expect_trained_as_one_stage({3, 1, "zero_bubble"}, zero_stage, true);
   }
 }
 
@@ -236,7 +244,7 @@ std::string refusal(const Cut& cut, const Config& config, int ranks = 2) {
 }
 
 TEST(Pipeline, RefusesWhatCannotBe) {
-  EXPECT_NE(refusal({2}, config_at(0, {2, 1, "zero_bubble"})).find("zero_bubble"), std::string::npos);
+  EXPECT_NE(refusal({2, 2}, config_at(0, {2, 2, "zero_bubble"})).find("2 chunks on each stage"), std::string::npos);
   EXPECT_NE(refusal({2}, config_at(0, {2, 1, "interleaved"})).find("1 chunks on each stage"), std::string::npos);
   EXPECT_NE(refusal({2, 2}, config_at(0, {2, 2, "gpipe"})).find("2 chunks on each stage"), std::string::npos);
   EXPECT_NE(refusal({2}, config_at(0, {}).with(R"({"parallel": {"pipeline": 3}})")).find("has 2; leave the key out"),
@@ -273,7 +281,7 @@ Trained train_frozen(const World& world, const Cut& cut, const Config& config, i
 }
 
 TEST(Pipeline, AStageThatTrainsNothingGivesTheBitsOfTheUncutModel) {
-  for (const Cut& cut : {Cut{2}, Cut{3}, Cut{2, 2}}) {
+  for (const Cut& cut : {Cut{2}, Cut{3}, Cut{2, 2}, Cut{3, 1, "zero_bubble"}}) {
     for (const int zero_stage : {0, 1, 2, 3}) {
       std::vector<Trained> found(cut.stages * kData), uncut(kData);
       run_ranks(kData,

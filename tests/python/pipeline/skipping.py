@@ -130,6 +130,23 @@ class CollectsInside(Collects):
         return F.cross_entropy(self.head(hidden * torch.stack(self.kept).mean()).flatten(0, 1), labels.flatten())
 
 
+class HandsTheFirst(Unet):
+    """All later blocks are handed what the first returns, and the loss takes something of a module inside each."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(UnetBlock(12 if i == 0 else 24) for i in range(6))
+        for block in self.blocks:
+            block.norm.register_forward_hook(lambda module, inputs, output: self.kept.append(output.square().mean()))
+
+    def forward(self, tokens, labels):
+        self.kept = []
+        first = hidden = self.blocks[0](self.embed(tokens))
+        for block in self.blocks[1:]:
+            hidden = block(hidden, first)
+        return F.cross_entropy(self.head(hidden * torch.stack(self.kept).mean()).flatten(0, 1), labels.flatten())
+
+
 class AddsTheFirst(Collects):
     """A long skip around all blocks, of what a module before them returns."""
 
@@ -211,6 +228,7 @@ MODELS = {
     "collects": ("plain", _made(Collects)),
     "by-hooks": ("plain", _made(CollectsByHooks)),
     "inside": ("plain", _made(CollectsInside)),
+    "hands-the-first": ("plain", _made(HandsTheFirst)),
     "adds-the-first": ("plain", _made(AddsTheFirst)),
     "looks": ("plain", _made(Looks)),
     "keeps-inside": ("plain", _made(KeepsInside)),

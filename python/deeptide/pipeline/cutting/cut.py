@@ -27,6 +27,7 @@ from deeptide.pipeline.cutting.blocks import (
 )
 from deeptide.pipeline.cutting.chunks import starts_of
 from deeptide.pipeline.cutting.ties import Place, Tie, Ties
+from deeptide.pipeline.cutting.uncut import Exchange, Uncut
 from deeptide.pipeline.passing.elsewhere import Elsewhere, ElsewhereError
 from deeptide.pipeline.passing.hidden import Hidden, Repeated, state_of
 from deeptide.pipeline.passing.passage import Passage, kind_of, stage_blocks
@@ -98,6 +99,7 @@ class BlockCut:
         self.parts = bounds_of_blocks(model, chain, num_stages * num_chunks, starts)
         parts = parts_of_blocks(self.parts)
         self._model, self._dtype = model, dtype
+        self._uncut = Uncut(model)
         self._held: list[_Taken] = []
         self._part_uses = uses_of_modules(model, chain, parts)
         self._uses = stages_of(self._part_uses, num_stages)
@@ -272,6 +274,10 @@ class BlockCut:
     def check_output(self, output: Any) -> None:
         """Errors: PipelineError if an output that goes to the program holds anything of another stage."""
         self.passage.check_output("the output", output)
+
+    def copy_whole(self, exchange: Exchange) -> torch.nn.Module:
+        """A copy of the uncut model. Collective. exchange: gives other stages tensors by name, and returns theirs."""
+        return self._uncut.copy(self._model, self._classes, exchange)
 
     def keep(self) -> None:
         """Frees what other stages have."""

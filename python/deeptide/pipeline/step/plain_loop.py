@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,6 @@ from deeptide.pipeline.passing.letters import tensors_in
 from deeptide.pipeline.passing.stand_ins import NUMBERS, content_of, describe, loss_in, stand_in, with_content
 from deeptide.pipeline.step import batches as micro_batches
 from deeptide.pipeline.step.stage_run import StageRun
-from deeptide.pipeline.step.undo import Undo
 
 ADVICE = (
     "the program's own loop runs one micro-batch at a time through the pipeline, and stages wait for each other; "
@@ -70,20 +70,34 @@ class PlainLoop(StageRun):
         self._stage.flush()
         return output
 
+    def exchange_tensors(self, own: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Sends the other stages tensors by name, one by one, and gives theirs. Collective over the stages."""
+        assert self._stage is not None
+        self._stage.meet()
+        for stage in range(self._stages):
+            if stage == self._here:
+                for named in (*({name: tensor} for name, tensor in own), {}):
+                    for other in range(self._stages):
+                        if other != stage:
+                            self._send("copied tensor", 0, named, other)
+                    self._stage.flush()
+                continue
+            while named := self._receive("copied tensor", 0, stage):
+                yield from named.items()
+
     def _pass(self, inputs: Any) -> tuple[Any, Any]:
-        """(received, output) of this stage. A forward of a new kind is made again while a stage lacks values."""
-        kind = self._model.kind_of(inputs)
-        assert self._model.skips is not None
-        while True:
-            is_new = not self._model.skips.is_settled(kind)
-            undo = Undo(self._engine.module) if is_new else None
+        """(received, output) of this stage."""
+
+        def forward() -> tuple[Any, Any]:
             received = self._receive("activation", 0, self._here - 1) if self._here > 0 else None
             output = self._model.run_stage(self._forward_of_engine, inputs, received, 0)
             if self._here < self._last:
                 self._send("activation", 0, output, self._here + 1)
-            if undo is None or self._settle(kind, 0):
-                return received, output
-            undo.restore()
+            return received, output
+
+        kind = self._model.kind_of(inputs)
+        assert self._model.skips is not None
+        return forward() if self._model.skips.is_settled(kind) else self._until_settled(kind, 0, forward)
 
     def _told(self, output: Any) -> Any:
         """The output, or what stands for it. All stages have come so far then."""

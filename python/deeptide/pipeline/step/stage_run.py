@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
@@ -57,6 +57,7 @@ class StageModel(Protocol):
         """Errors: PipelineError if an output that goes to the program holds anything of another stage."""
 
 
+_Made = TypeVar("_Made")
 _Piece = tuple[int, int]  # a micro-batch in a chunk of this stage: (chunk, micro-batch)
 _Actions = dict[StageAction, Callable[[_Piece], None]]
 
@@ -213,16 +214,24 @@ class StageRun:
         assert self._letters is not None
         due = Counter(stage for stage in range(self._stages) if stage != self._here)
         due.update(self._neighbour(each.chunk, -1)[0] for each in order if each.action == _FORWARD[0])
-        is_done = False
-        while not is_done:
-            undo = Undo(self._engine.module)
+
+        def forward() -> None:
+            assert self._letters is not None
             self._letters.begin(due, mixes=self._chunks > 1)
             for each in order:
                 actions[each.action]((each.chunk, each.micro_batch))
-            is_done = self._settle(kind, number)
-            if not is_done:
-                undo.restore()
-                self._model.begin()
+
+        self._until_settled(kind, number, forward)
+
+    def _until_settled(self, kind: Any, number: int, forward: Callable[[], _Made]) -> _Made:
+        """Makes a forward of a new kind, again as long as a stage lacks a value. Collective over the stages."""
+        while True:
+            undo = Undo(self._engine.module)
+            made = forward()
+            if self._settle(kind, number):
+                return made
+            undo.restore()
+            self._model.begin()
 
     def _settle(self, kind: Any, number: int) -> bool:
         """Collective over the stages. Whether none of them lacked a value; else all know of it from now on."""

@@ -13,10 +13,9 @@ from conftest import run_ranks
 from torch.nn import Linear
 
 import deeptide
-from deeptide import ConfigError
-from deeptide.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
-from deeptide.pipeline.costs import bytes_of_layers, memory_of_parts, seconds_of_layers
-from deeptide.pipeline.partition import least_largest
+from deeptide import _C, ConfigError
+from deeptide.pipeline import LayerSpec, PipelineModule, PipelineSchedule, TiedLayerSpec, simulate
+from deeptide.pipeline.costs import bounds_by_memory, bytes_of_layers, seconds_of_layers
 
 
 def largest(cost, bounds):
@@ -29,19 +28,27 @@ def best(cost, num_items, num_parts):
     return min(largest(cost, [0, *cuts, num_items]) for cuts in inner)
 
 
+def by_memory(states, kept, num_stages, chunks):
+    """A part's bytes, with as many micro-batches as its stage has alive."""
+    schedule = PipelineSchedule.one_f_one_b if chunks == 1 else PipelineSchedule.interleaved
+    peaks = simulate(schedule, num_stages, 4 * num_stages, chunks).peak_activations
+    return lambda part, begin, end: sum(states[begin:end]) + peaks[part % num_stages] / chunks * sum(kept[begin:end])
+
+
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 4, 7])
 def test_the_costliest_part_costs_as_little_as_in_any_cut(num_parts):
     draws = random.Random(num_parts)
-    for _ in range(50):
-        weights = [draws.choice([0, 1, 5, draws.random() * 9]) for _ in range(draws.randint(num_parts, 9))]
-        factors = [draws.choice([1, 2, 5]) for _ in range(num_parts)]
-
-        def cost(part, begin, end, weights=weights, factors=factors):
-            return factors[part] * sum(weights[begin:end])
-
-        bounds = least_largest(cost, len(weights), num_parts)
-        assert len(bounds) == num_parts + 1 and all(a < b for a, b in itertools.pairwise(bounds))
-        assert largest(cost, bounds) == best(cost, len(weights), num_parts)
+    for _ in range(30):
+        num_items = draws.randint(num_parts, 9)
+        weights, kept = ([draws.choice([0, 1, 5, draws.randint(0, 9)]) for _ in range(num_items)] for _ in range(2))
+        by_time = lambda part, begin, end, weights=weights: sum(weights[begin:end])  # noqa: E731
+        cuts = [(by_time, _C.bounds_by_time(weights, num_parts))]
+        for chunks in (1, 2) if num_parts % 2 == 0 else (1,):
+            given = weights, kept, num_parts // chunks, chunks
+            cuts.append((by_memory(*given), _C.bounds_by_memory(*given)))
+        for cost, bounds in cuts:
+            assert len(bounds) == num_parts + 1 and all(a < b for a, b in itertools.pairwise(bounds))
+            assert largest(cost, bounds) == best(cost, num_items, num_parts)
 
 
 class Sleeps(torch.nn.Module):
@@ -115,12 +122,12 @@ def test_memory_counts_the_micro_batches_that_a_stage_has_alive():
     layers = [LayerSpec(torch.nn.Linear, 8, 8), *[torch.nn.Tanh() for _ in range(8)]]
     sample = torch.zeros(64, 8)
     for num_stages, chunks in ((2, 1), (3, 1), (4, 1), (2, 2)):
-        cost = memory_of_parts(layers, sample, num_stages, chunks)
         states, kept = bytes_of_layers(layers, sample)
+        cost = by_memory(states, kept, num_stages, chunks)
         if chunks == 1:
             assert cost(0, 0, 2) == sum(states[:2]) + num_stages * sum(kept[:2])
             assert cost(num_stages - 1, 3, 5) == sum(kept[3:5])
-        bounds = least_largest(cost, len(layers), num_stages * chunks)
+        bounds = bounds_by_memory(layers, sample, num_stages, chunks)
         assert largest(cost, bounds) == best(cost, len(layers), num_stages * chunks)
         model = PipelineModule(layers, 1, partition_method="memory", profile_input=sample)
         assert model.parts == [0, len(layers)]

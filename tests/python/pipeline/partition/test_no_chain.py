@@ -283,9 +283,6 @@ def reads_other_batches(world):
         engine.train_batch(iter(list(families.batches("llama", 0, 1, 1, GAS))[: GAS - world.rank]))
     with pytest.raises(PipelineError, match=r"layers\.0: the model is cut into 2 stages; call engine\.train_batch"):
         engine.module(input_ids=torch.ones(1, 3, dtype=torch.long))
-    for method in (engine.snapshot, engine.compile):
-        with pytest.raises(PipelineError, match=f"{method.__name__}: not supported yet with a model that is cut"):
-            method()
     with pytest.raises(StopIteration):
         engine.train_batch(iter(()))
     assert engine.train_batch(families.batches("llama", 0, 1, 1, GAS)) > 0

@@ -9,15 +9,15 @@ from conftest import run_ranks
 from torch.nn import Linear, ReLU
 
 import deeptide
-from deeptide import ConfigError
+from deeptide import _C, ConfigError
 from deeptide.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
-from deeptide.pipeline.partition import balanced, bounds_of, uniform
+from deeptide.pipeline.partition import balanced, bounds_of
 
 
 def test_a_uniform_cut_gives_the_first_parts_one_more():
-    assert uniform(10, 4) == [0, 3, 6, 8, 10]
-    assert uniform(2, 4) == [0, 1, 2, 2, 2]
-    assert uniform(8, 1) == [0, 8]
+    assert _C.uniform_bounds(10, 4) == [0, 3, 6, 8, 10]
+    assert _C.uniform_bounds(2, 4) == [0, 1, 2, 2, 2]
+    assert _C.uniform_bounds(8, 1) == [0, 8]
 
 
 def test_a_balanced_cut_brings_the_largest_and_the_smallest_part_together():

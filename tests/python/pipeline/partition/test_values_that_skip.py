@@ -136,14 +136,16 @@ class RecomputingBlock(UnetBlock):
 
 
 @pytest.mark.parametrize("parallel", [{}, {"schedule": "interleaved", "chunks": 2}], ids=str)
-@pytest.mark.parametrize("name", ["inside", "unet"])
-def test_a_checkpoint_inside_a_block_keeps_what_skips(name, parallel):
+@pytest.mark.parametrize(
+    ("name", "num_stages"), [("inside", 2), ("unet", 2), ("hands-the-first", 2), ("hands-the-first", 3)]
+)
+def test_a_checkpoint_inside_a_block_keeps_what_skips(name, num_stages, parallel):
     def edit(model):
         for block in model.blocks:
             block.__class__ = RecomputingBlock
         return model
 
-    compare(*train(name, 2, edit=edit, **({"parallel": parallel} if parallel else {})), exact=False)
+    compare(*train(name, num_stages, edit=edit, **({"parallel": parallel} if parallel else {})), exact=False)
 
 
 # -- kinds of forwards -------------------------------------------------------------------------------------------------
