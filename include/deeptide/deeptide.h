@@ -26,6 +26,7 @@
 #include "deeptide/snapshot.h"
 #include "deeptide/sparse_attention.h"
 #include "deeptide/tensor_layers.h"
+#include "deeptide/transformer_layer.h"
 #include "deeptide/version.h"
 #include "deeptide/weights.h"
 #include "deeptide/world.h"
