@@ -21,6 +21,7 @@
 #include "deeptide/pipeline.h"
 #include "deeptide/pipeline_schedule.h"
 #include "deeptide/profiler.h"
+#include "deeptide/random_ltd.h"
 #include "deeptide/recompute.h"
 #include "deeptide/reports.h"
 #include "deeptide/snapshot.h"

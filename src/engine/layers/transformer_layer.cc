@@ -120,26 +120,27 @@ Tensor transformer_layer_kernel(const Tensor& x, const std::optional<Tensor>& ma
   return call.sum_and_norm(call.mlp(middle, inner, output), middle, norm).first;
 }
 
-[[noreturn]] void refuse(std::string_view text) { throw ConfigError("transformer layer: " + std::string(text)); }
-
 }  // namespace
 
 void check(const TransformerLayerOptions& options) {
   const std::pair<const char*, int64_t> sizes[] = {{"hidden_size", options.hidden_size}, {"heads", options.heads}};
   for (const auto& [name, value] : sizes) {
-    if (value < 1) refuse(format_text("{}: got {}, expected 1 or more", name, value));
+    if (value < 1) throw ConfigError(format_text("transformer layer: {}: got {}, expected 1 or more", name, value));
   }
   if (options.hidden_size % options.heads != 0) {
-    refuse(format_text("heads: {} does not divide hidden_size, {}", options.heads, options.hidden_size));
+    throw ConfigError(format_text("transformer layer: heads: {} does not divide hidden_size, {}", options.heads,
+                                  options.hidden_size));
   }
   const std::pair<const char*, double> ratios[] = {{"attn_dropout_ratio", options.attn_dropout_ratio},
                                                    {"hidden_dropout_ratio", options.hidden_dropout_ratio}};
   for (const auto& [name, value] : ratios) {
-    if (!(value >= 0 && value < 1)) refuse(format_text("{}: got {}, expected 0 to below 1", name, value));
+    if (!(value >= 0 && value < 1))
+      throw ConfigError(format_text("transformer layer: {}: got {}, expected 0 to below 1", name, value));
   }
   if (!(options.initializer_range >= 0) || (options.adjust_init_range && options.num_hidden_layers < 1)) {
-    refuse(format_text("initializer_range {} and num_hidden_layers {}: expected 0 or more, and 1 or more",
-                       options.initializer_range, options.num_hidden_layers));
+    throw ConfigError(format_text(
+        "transformer layer: initializer_range {} and num_hidden_layers {}: expected 0 or more, and 1 or more",
+        options.initializer_range, options.num_hidden_layers));
   }
 }
 
