@@ -1,6 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Binds the layouts of block-sparse attention and the checks of layers; operators come through torch.ops.
+// Binds layouts of block-sparse attention, checks of layers, the section of compression; operators come through
+// torch.ops.
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 #include <pybind11/typing.h>
@@ -8,6 +9,7 @@
 #include <array>
 
 #include "bindings.h"
+#include "deeptide/compression.h"
 #include "deeptide/sparse_attention.h"
 #include "deeptide/transformer_layer.h"
 
@@ -48,6 +50,8 @@ void bind_ops(py::module_& module) {
         return ops::sparse_layout(config.sparse_attention(), num_heads, sequence_length, sample);
       },
       py::arg("config"), py::arg("num_heads"), py::arg("sequence_length"), py::arg("sample"));
+  module.def("compression_section", &compression::section_text, py::arg("config"));
+  module.def("compression_groups", &compression::groups_text, py::arg("config"));
   module.def(
       "check_transformer_layer",
       [](int64_t hidden_size, int64_t heads, double attn_dropout_ratio, double hidden_dropout_ratio,
