@@ -39,7 +39,7 @@ void copy(torch::nn::Module& student, torch::nn::Module& teacher, const std::str
 
 void reduce_layers(torch::nn::Module& student, torch::nn::Module* teacher, const Json& section) {
   if (teacher == nullptr) {
-    throw ConfigError(kPath + ".enabled: true needs a teacher; give init_compression one");
+    throw ConfigError("compression_training.layer_reduction.enabled: true needs a teacher; give init_compression one");
   }
   const auto get = [&](const char* key) { return section.contains(key) ? section.at(key) : Json(); };
   const Json prefix = get("module_name_prefix"), layers = get("teacher_layer"), count = get("keep_number_layer");
