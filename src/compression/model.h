@@ -23,7 +23,7 @@ void reduce_layers(torch::nn::Module& student, torch::nn::Module* teacher, const
 
 }  // namespace deeptide::compression
 
-struct deeptide::Compression::Impl {
+struct __attribute__((visibility("hidden"))) deeptide::Compression::Impl {
   torch::nn::Module& model;
   std::vector<compression::Group> groups;
   std::vector<compression::Layer> layers;
