@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -85,6 +86,10 @@ class DEEPTIDE_API RandomLtdSchedule {
   const Numbers& numbers() const { return numbers_; }
   Position position() const { return position_; }
   void set_position(Position position) { position_ = position; }
+  /// Returns the client state with the position in it, to be saved. Python's engine reads it, too.
+  std::string add_state(const std::string& client_state_json) const;
+  /// Goes on where a saved client state was; false if it has no position. Errors: ConfigError if it cannot be read.
+  bool take_state(const std::string& client_state_json);
 
  private:
   Numbers numbers_;
@@ -108,6 +113,12 @@ class DEEPTIDE_API ProgressiveLayerDrop {
   /// The probability with which layer `layer` of `num_layers` runs, the first being 0: 1 - layer / num_layers *
   /// (1 - share).
   static double keep_probability(int64_t layer, int64_t num_layers, double share);
+  /// Draws, by torch's generator of the CPU, whether this forward leaves a layer out: its input then stands for its
+  /// output. Ask while training. A layer that is certain to run draws nothing.
+  bool drops(int64_t layer, int64_t num_layers) const;
+  /// The share in a client state, by the rules of RandomLtdSchedule.
+  std::string add_state(const std::string& client_state_json) const;
+  bool take_state(const std::string& client_state_json);
 
  private:
   double theta_, gamma_, current_ = 1.0;

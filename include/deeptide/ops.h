@@ -59,4 +59,10 @@ DEEPTIDE_API std::tuple<at::Tensor, at::Tensor> residual_layer_norm(const at::Te
                                                                     const std::optional<at::Tensor>& bias = {},
                                                                     double eps = 1e-5);
 
+/// torch's layer_norm over the last dimension. Keeps its result for backward and not its input, which
+/// (result - bias) / weight gives, normalized; a weight of 0 gets no gradient.
+/// Errors: RuntimeError in a backward with create_graph.
+DEEPTIDE_API at::Tensor invertible_layer_norm(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
+                                              double eps = 1e-5);
+
 }  // namespace deeptide::ops

@@ -16,8 +16,8 @@ namespace deeptide {
 /// Both times it draws the same random numbers and runs under the same autocast. Gradients reach the inputs and all
 /// parameters that `forward` uses, also where no input has a gradient; segments nest. Without gradients it is
 /// forward(inputs). `forward` is kept until backward: let it own what it uses.
-/// Errors in backward: RuntimeError where an input was written in place since, or where `forward` returns another
-/// number of tensors than before. Gradients of gradients and torch::autograd::grad do not pass a segment.
+/// Errors in backward: RuntimeError where an input was written in place since, where `forward` returns another number
+/// of tensors than before, and with create_graph. torch::autograd::grad reaches the inputs alone.
 DEEPTIDE_API std::vector<at::Tensor> recompute(
     std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)> forward,
     const std::vector<at::Tensor>& inputs);

@@ -42,6 +42,12 @@ from deeptide._C_deferred import lend_memory as lend_memory
 from deeptide._C_deferred import materialize as materialize
 from deeptide._C_deferred import replace_values as replace_values
 from deeptide._C_deferred import values_of as values_of
+from deeptide._C_layers import check_sparsity as check_sparsity
+from deeptide._C_layers import check_transformer_layer as check_transformer_layer
+from deeptide._C_layers import compression_groups as compression_groups
+from deeptide._C_layers import compression_section as compression_section
+from deeptide._C_layers import sparse_attention_section as sparse_attention_section
+from deeptide._C_layers import sparse_layout as sparse_layout
 from deeptide._C_memory import CpuAllocatorStats as CpuAllocatorStats
 from deeptide._C_memory import FolderSpace as FolderSpace
 from deeptide._C_memory import MachineLimits as MachineLimits
@@ -334,11 +340,6 @@ def find_place(options: DistributedOptions) -> Discovery | None: ...
 def join_world(place: Discovery, timeout_s: float = 300.0) -> World: ...
 def make_world(store: Store, rank: int, size: int, host: str = "") -> World: ...
 def init_distributed(options: DistributedOptions = ...) -> World: ...
-def sparse_attention_section(config: Config) -> dict[str, object]: ...
-def check_sparsity(config: Config) -> None: ...
-def sparse_layout(
-    config: Config, num_heads: int, sequence_length: int, sample: Callable[[int, int], list[int]]
-) -> torch.Tensor: ...
 
 class ModelDescription(_Bound):
     def __init__(

@@ -52,6 +52,7 @@ void bind_schedules(py::module_& module) {
       .def("update", &ProgressiveLayerDrop::update, py::arg("step"))
       .def_static("keep_probability", &ProgressiveLayerDrop::keep_probability, py::arg("layer"), py::arg("num_layers"),
                   py::arg("share"))
+      .def("drops", &ProgressiveLayerDrop::drops, py::arg("layer"), py::arg("num_layers"))
       .def_property_readonly("theta", &ProgressiveLayerDrop::theta)
       .def_property_readonly("gamma", &ProgressiveLayerDrop::gamma)
       .def("set_current", &ProgressiveLayerDrop::set_current, py::arg("share"))

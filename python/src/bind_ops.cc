@@ -1,6 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Binds the layouts of block-sparse attention; operators come through torch.ops.
+// Binds layouts of block-sparse attention, checks of layers, the section of compression; operators come through
+// torch.ops.
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 #include <pybind11/typing.h>
@@ -8,7 +9,9 @@
 #include <array>
 
 #include "bindings.h"
+#include "deeptide/compression.h"
 #include "deeptide/sparse_attention.h"
+#include "deeptide/transformer_layer.h"
 
 namespace deeptide::python {
 
@@ -47,6 +50,22 @@ void bind_ops(py::module_& module) {
         return ops::sparse_layout(config.sparse_attention(), num_heads, sequence_length, sample);
       },
       py::arg("config"), py::arg("num_heads"), py::arg("sequence_length"), py::arg("sample"));
+  module.def("compression_section", &compression::section_text, py::arg("config"));
+  module.def("compression_groups", &compression::groups_text, py::arg("config"));
+  module.def(
+      "check_transformer_layer",
+      [](int64_t hidden_size, int64_t heads, double attn_dropout_ratio, double hidden_dropout_ratio,
+         int64_t num_hidden_layers, double initializer_range, bool adjust_init_range) {
+        check({.hidden_size = hidden_size,
+               .heads = heads,
+               .attn_dropout_ratio = attn_dropout_ratio,
+               .hidden_dropout_ratio = hidden_dropout_ratio,
+               .num_hidden_layers = num_hidden_layers,
+               .initializer_range = initializer_range,
+               .adjust_init_range = adjust_init_range});
+      },
+      py::arg("hidden_size"), py::arg("heads"), py::arg("attn_dropout_ratio"), py::arg("hidden_dropout_ratio"),
+      py::arg("num_hidden_layers"), py::arg("initializer_range"), py::arg("adjust_init_range"));
 }
 
 }  // namespace deeptide::python

@@ -3,6 +3,8 @@
 // Schedules as functions of a step, in doubles, in the order of operations that gives DeepSpeed's values.
 #include "deeptide/curriculum.h"
 
+#include <ATen/ops/rand.h>
+
 #include <algorithm>
 #include <cmath>
 #include <string>
@@ -183,6 +185,11 @@ double ProgressiveLayerDrop::keep_probability(int64_t layer, int64_t num_layers,
                       ", expected a layer from 0 to below the number of layers");
   }
   return 1.0 - static_cast<double>(layer) / static_cast<double>(num_layers) * (1.0 - share);
+}
+
+bool ProgressiveLayerDrop::drops(int64_t layer, int64_t num_layers) const {
+  const double keep = keep_probability(layer, num_layers, current_);
+  return keep < 1.0 && at::rand({}).item<double>() >= keep;
 }
 
 }  // namespace deeptide

@@ -2,6 +2,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Schedules beside their formulas, index files there and back, samplers and batches with what they refuse.
 // tests/python/efficiency compares all of them with what DeepSpeed gave.
+#include <ATen/Context.h>
+#include <ATen/ops/rand.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -102,6 +104,40 @@ TEST(ProgressiveLayerDrop, KeepsFewerLayersTheDeeperTheyAre) {
   expect_error(error_of([] { ProgressiveLayerDrop::keep_probability(4, 4, 0.5); }), "layer 4 of 4");
   expect_error(error_of([] { ProgressiveLayerDrop(1.5); }), "theta is 1.5");
   expect_error(error_of([] { ProgressiveLayerDrop(0.5, std::nan("")); }), "expected at least 0");
+}
+
+TEST(ProgressiveLayerDrop, DrawsByTorchsGeneratorOfTheCpu) {
+  ProgressiveLayerDrop drop(0.0, 100.0);
+  at::manual_seed(5);
+  const double first = at::rand({}).item<double>();
+  at::manual_seed(5);
+  EXPECT_FALSE(drop.drops(3, 4)) << "before the first update";
+  drop.update(1);
+  EXPECT_FALSE(drop.drops(0, 4)) << "the first layer always runs";
+  EXPECT_EQ(drop.drops(3, 4), first >= 0.25) << "neither of them has drawn";
+  int64_t dropped = 0;
+  for (int i = 0; i < 4000; ++i) dropped += drop.drops(2, 4) ? 1 : 0;
+  EXPECT_NEAR(static_cast<double>(dropped) / 4000, 0.5, 0.03);
+}
+
+TEST(Schedules, GoOnWhereAClientStateWas) {
+  RandomLtdSchedule tokens(
+      {.total_layers = 4, .dropping_layers = 2, .min_length = 2, .max_length = 8, .steps = 6, .global_batch = 3});
+  ProgressiveLayerDrop layers(0.5, 0.25);
+  RandomLtdSchedule other_tokens = tokens;
+  ProgressiveLayerDrop other_layers = layers;
+  for (int64_t step = 0; step < 3; ++step) tokens.update(step), layers.update(step);
+  const std::string state = layers.add_state(tokens.add_state(R"({"epoch": 2})"));
+  EXPECT_EQ(state, R"({"epoch":2,"__deeptide__":{"less_work":{"tokens":[2,4,198],"layers":0.8032653298563167}}})")
+      << "as Python's engine writes it";
+  EXPECT_TRUE(other_tokens.take_state(state) && other_layers.take_state(state));
+  EXPECT_EQ(other_tokens.update(3), tokens.update(3));
+  EXPECT_EQ(other_tokens.position().layer_tokens, tokens.position().layer_tokens);
+  EXPECT_EQ(other_layers.current(), layers.current());
+  EXPECT_FALSE(other_tokens.take_state("{}"));
+  expect_error(error_of([&] { other_tokens.add_state("[]"); }), "the client state is '[]', expected a JSON object");
+  expect_error(error_of([&] { other_tokens.take_state(R"({"__deeptide__": {"less_work": {"tokens": [1]}}})"); }),
+               "the client state's less_work/tokens cannot be read");
 }
 
 // By numpy 2.4.6: two calls of default_rng(7).random(), and default_rng(7).shuffle of 0 … 7.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from deeptide._C import ConfigError
 from deeptide.compression.layers import CompressedLayer, restore
 from deeptide.compression.preparation import refuse_mpu, unwrapped
-from deeptide.compression.section import Group, groups_of, matching, read_section
+from deeptide.compression.section import Group, groups_of, matching
 from deeptide.compression.techniques import Pruning
 from deeptide.config import ConfigSource, load_config
 
@@ -25,11 +25,11 @@ def redundancy_clean(model: nn.Module, deepspeed_config: ConfigSource, mpu: obje
     them. Call it on a model that init_compression prepared and whose state dict was loaded; of an engine's model, on
     `engine.snapshot()`. Layers whose inputs stay quantised stay compressed layers. Errors: ConfigError.
     """
-    section = read_section(load_config(deepspeed_config))
+    groups = groups_of(load_config(deepspeed_config))
     plain = unwrapped(model, "redundancy_clean")
     refuse_mpu(mpu, "redundancy_clean")
     with torch.no_grad():
-        for group in groups_of(section):
+        for group in groups:
             for number, pattern in enumerate(group.modules):
                 related = group.related[number] if group.related else []
                 _clean(plain, group, matching(plain, group, pattern), related)

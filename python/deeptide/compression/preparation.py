@@ -41,7 +41,8 @@ def init_compression(
     parameters, under DeepSpeed's names. Nothing is compressed before a technique's schedule_offset, which the engine
     follows. A reduction of layers copies the teacher's. Errors: ConfigError naming the key.
     """
-    section = read_section(load_config(deepspeed_config))
+    config = load_config(deepspeed_config)
+    section = read_section(config)
     plain = unwrapped(model, "init_compression")
     refuse_mpu(mpu, "init_compression")
     if section["layer_reduction"]["enabled"]:
@@ -51,7 +52,7 @@ def init_compression(
             )
         _copy_layers(plain, unwrapped(teacher_model, "init_compression"), section["layer_reduction"])
     modules = dict(plain.named_modules())
-    for number, (group, name) in enumerate(list(assigned(plain, groups_of(section)))):
+    for number, (group, name) in enumerate(list(assigned(plain, groups_of(config)))):
         _add(modules[name], name, group, number)
     return model
 

@@ -30,12 +30,8 @@ class _Depth:
 
     def drops(self) -> bool:
         """Draws whether this call leaves the layer out."""
-        share = self._schedule.current
-        if share >= 1.0:
-            return False
-        keep = _C.LayerDropSchedule.keep_probability(self._number, self.chain.count, share)
-        # torch's generator of the CPU: a checkpoint keeps it, and a recomputation finds it where it was.
-        return keep < 1.0 and float(torch.rand(())) >= keep
+        # By torch's generator of the CPU: a checkpoint keeps it, and a recomputation finds it where it was.
+        return self._schedule.drops(self._number, self.chain.count)
 
     @property
     def name(self) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deeptide._C import ConfigError
 from deeptide.efficiency.layer_drop import refuse_parts
-from deeptide.efficiency.token_arguments import Call, choose_mask, cut_mask
+from deeptide.efficiency.token_arguments import Call
 
 if TYPE_CHECKING:
     from deeptide import _C
@@ -23,29 +23,23 @@ if TYPE_CHECKING:
 
 def sample_tokens(reserved_length: int, seq_length: int, batch_size: int, layers: int, device: Any) -> Tensor:
     """Positions to keep, ascending, without repetition, by torch's generator of `device`: (L, B, K), int64."""
-    weights = torch.ones((layers * batch_size, seq_length), device=device)
-    chosen = torch.multinomial(weights, reserved_length).view(layers, batch_size, reserved_length)
-    return chosen.sort(dim=-1).values
+    place = torch.device(device)
+    drawn: Tensor = torch.ops.deeptide.sample_tokens(reserved_length, seq_length, batch_size, layers, place)
+    return drawn
 
 
 def gather_tokens(activations: Tensor, sorted_indices: Tensor, batch_first: bool = True) -> Tensor:
     """The kept tokens: (B, S, D) and (B, K) -> (B, K, D); with batch_first False (S, B, D) -> (K, B, D)."""
-    dim = 1 if batch_first else 0
-    return activations.gather(dim, _spread(activations, sorted_indices, batch_first))
+    kept: Tensor = torch.ops.deeptide.gather_tokens(activations, sorted_indices, batch_first)
+    return kept
 
 
 def scatter_tokens(
     all_activations: Tensor, layer_activations: Tensor, sorted_indices: Tensor, batch_first: bool = True
 ) -> Tensor:
     """`all_activations` with the kept tokens replaced by what the layer made of them; the others keep theirs."""
-    dim = 1 if batch_first else 0
-    index = _spread(all_activations, sorted_indices, batch_first)
-    return all_activations.scatter(dim, index, layer_activations.to(all_activations.dtype))
-
-
-def _spread(activations: Tensor, indices: Tensor, batch_first: bool) -> Tensor:
-    index = indices.long() if batch_first else indices.long().t()
-    return index.unsqueeze(-1).expand(*index.shape, activations.size(-1))
+    whole: Tensor = torch.ops.deeptide.scatter_tokens(all_activations, layer_activations, sorted_indices, batch_first)
+    return whole
 
 
 class GatherTokens:
@@ -68,7 +62,8 @@ class ScatterTokens:
 
 def slice_attn_mask(mask: Tensor, reserved_length: int) -> Tensor:
     """A decoder's mask for K tokens."""
-    return cut_mask(mask, reserved_length, mask.size(-1))
+    cut: Tensor = torch.ops.deeptide.cut_mask(mask, reserved_length, mask.size(-1))
+    return cut
 
 
 def gpt_sample_tokens(
@@ -81,7 +76,8 @@ def gpt_sample_tokens(
 ) -> tuple[Tensor, Tensor | None]:
     """(L, B, K) positions, and a decoder's mask for K tokens."""
     indices = sample_tokens(reserved_length, seq_length, batch_size, layers, device).int()
-    return indices, None if attn_mask is None else cut_mask(attn_mask, reserved_length, seq_length)
+    cut = None if attn_mask is None else torch.ops.deeptide.cut_mask(attn_mask, reserved_length, seq_length)
+    return indices, cut
 
 
 def bert_sample_tokens(
@@ -96,7 +92,7 @@ def bert_sample_tokens(
     if attn_mask is None:
         raise ConfigError("bert_sample_tokens: an encoder's tokens need attn_mask; give the mask of all tokens")
     indices = sample_tokens(reserved_length, seq_length, batch_size, layers, device).int()
-    return indices, [choose_mask(attn_mask, layer, seq_length) for layer in indices]
+    return indices, [torch.ops.deeptide.choose_mask(attn_mask, layer, seq_length) for layer in indices]
 
 
 class RandomLayerTokenDrop(torch.nn.Module):

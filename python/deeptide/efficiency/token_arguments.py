@@ -22,32 +22,6 @@ _POSITIONS = ("position_ids", "position_embeddings")
 _CURE = "pass it by token, or leave the layer out of random_ltd_layer_id"
 
 
-def cut_mask(mask: Tensor, reserved_length: int, seq_length: int) -> Tensor:
-    """The mask of the first tokens: a causal mask of K tokens is that of any K tokens in their order."""
-    for dim in range(max(mask.dim() - 2, 1), mask.dim()):
-        if mask.size(dim) == seq_length:
-            mask = mask.narrow(dim, 0, reserved_length)
-    return mask
-
-
-def choose(whole: Tensor, indices: Tensor, dim: int) -> Tensor:
-    """The kept tokens of each row: (B or 1, …, S, …) and (B, K) -> (B, …, K, …)."""
-    whole = whole.expand(indices.size(0), *whole.shape[1:])
-    shape = [1] * whole.dim()
-    shape[0], shape[dim] = indices.shape
-    target = list(whole.shape)
-    target[dim] = indices.size(1)
-    return whole.gather(dim, indices.long().view(shape).expand(target))
-
-
-def choose_mask(mask: Tensor, indices: Tensor, seq_length: int) -> Tensor:
-    """The mask's rows and columns of the kept tokens: (B or 1, …, S or 1, S) and (B, K) -> (B, …, K or 1, K)."""
-    for dim in range(max(mask.dim() - 2, 1), mask.dim()):
-        if mask.size(dim) == seq_length:
-            mask = choose(mask, indices, dim)
-    return mask
-
-
 @functools.cache
 def names_of(kind: type) -> tuple[str, ...]:
     """The names of the arguments that a layer's forward takes by position, after the hidden states."""
@@ -89,24 +63,19 @@ class Call:
             if name == (mask_name or _MASK):
                 self.named[name] = self._mask(name, value, indices, length, is_encoder)
             elif name == _ACROSS and isinstance(value, Tensor) and value.dim() > 2 and value.size(-2) == length:
-                self.named[name] = choose(value, indices, value.dim() - 2)
+                self.named[name] = torch.ops.deeptide.choose_tokens(value, indices, value.dim() - 2)
             elif name in _POSITIONS:
                 self.named[name] = self._positions(name, value, indices, length)
             elif isinstance(value, Tensor) and length in value.shape:
                 self._uncut.append(f"{name} {tuple(value.shape)}")
 
     def _mask(self, name: str, mask: Any, indices: Tensor, length: int, is_encoder: bool) -> Tensor:
-        batch, kept = indices.shape
-        if not isinstance(mask, Tensor) or mask.dim() < 2 or mask.size(-1) != length:
-            self._reject(name, mask, batch, length)
-        is_square = mask.dim() == 2 and mask.size(0) == length != batch
-        if is_square and not is_encoder:
-            return mask[:kept, :kept]
-        if mask.size(0) not in (1, batch):
-            self._reject(name, mask, batch, length)
-        if mask.size(0) == 1 != batch and not is_encoder and mask.dim() > 2:
-            return cut_mask(mask, kept, length)  # causal, and without padding, which belongs to a row
-        return choose_mask(mask, indices, length)
+        fits = isinstance(mask, Tensor) and mask.dim() > 1 and mask.size(-1) == length
+        is_square = fits and not is_encoder and mask.dim() == 2 and mask.size(0) == length
+        if not fits or not (is_square or mask.size(0) in (1, indices.size(0))):
+            self._reject(name, mask, indices.size(0), length)
+        kept: Tensor = torch.ops.deeptide.mask_of_kept(mask, indices, length, is_encoder)
+        return kept
 
     def _positions(self, name: str, value: Any, indices: Tensor, length: int) -> Any:
         if isinstance(value, (tuple, list)):
@@ -114,7 +83,7 @@ class Call:
         rows = (1, indices.size(0))
         if not isinstance(value, Tensor) or value.dim() < 2 or value.size(1) != length or value.size(0) not in rows:
             self._reject(name, value, indices.size(0), length)
-        return choose(value, indices, 1)
+        return torch.ops.deeptide.choose_tokens(value, indices, 1)
 
     def _reject(self, name: str, value: Any, batch: int, length: int) -> NoReturn:
         got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__

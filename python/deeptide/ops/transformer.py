@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's transformer layer: BERT's, with fused query, key and value, and activations that backward computes again.
 
-Shapes: B batch, S sequence, D hidden, I intermediate, H heads.
+Shapes: B batch, S sequence, D hidden.
 """
 
 from __future__ import annotations
@@ -10,15 +10,13 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
-from deeptide import ops
+from deeptide import _C
 from deeptide._C import ConfigError
 
 
@@ -91,58 +89,20 @@ class DeepSpeedTransformerConfig:
 
     def check(self) -> None:
         """Errors: ConfigError naming the field."""
-        for name in ("hidden_size", "heads"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"DeepSpeedTransformerConfig: {name}: got {getattr(self, name)}, expected 1 or more")
-        if self.hidden_size % self.heads:
-            raise ConfigError(
-                f"DeepSpeedTransformerConfig: heads: {self.heads} does not divide hidden_size, {self.hidden_size}"
-            )
-        for name in ("attn_dropout_ratio", "hidden_dropout_ratio"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(
-                    f"DeepSpeedTransformerConfig: {name}: got {getattr(self, name)}, expected 0 to below 1"
-                )
-        if self.initializer_range < 0 or (self.adjust_init_range and self.num_hidden_layers < 1):
-            raise ConfigError(
-                f"DeepSpeedTransformerConfig: initializer_range {self.initializer_range} and num_hidden_layers "
-                f"{self.num_hidden_layers}: expected 0 or more, and 1 or more"
-            )
+        _C.check_transformer_layer(
+            self.hidden_size,
+            self.heads,
+            self.attn_dropout_ratio,
+            self.hidden_dropout_ratio,
+            self.num_hidden_layers,
+            self.initializer_range,
+            self.adjust_init_range,
+        )
         if self.gelu not in ("tanh", "none"):
             raise ConfigError(f"DeepSpeedTransformerConfig: gelu: got {self.gelu!r}, expected 'tanh' or 'none'")
 
 
-class _InvertibleNorm(torch.autograd.Function):
-    """A layer norm that keeps its output: (y - bias) / weight is its input, normalized."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        y, _, scale = torch.native_layer_norm(x, (x.size(-1),), weight, bias, eps)
-        ctx.save_for_backward(y, weight, bias, scale)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        y, weight, bias, scale = ctx.saved_tensors
-        wide = torch.promote_types(y.dtype, torch.float32)
-        g, w = gradients[0].to(wide), weight.to(wide)
-        normed = torch.where(w == 0, 0.0, (y.to(wide) - bias.to(wide)) / w)  # a weight of 0 has lost it
-        wg = g * w
-        means = wg.mean(-1, keepdim=True), (wg * normed).mean(-1, keepdim=True)
-        x_gradient = scale.to(wide) * (wg - means[0] - normed * means[1])
-        rows = tuple(range(y.dim() - 1))
-        return (
-            x_gradient.to(y.dtype),
-            (g * normed).sum(rows).to(weight.dtype),
-            g.sum(rows).to(bias.dtype),
-            None,
-        )
-
-
-def _again(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """The function's value; backward computes what is inside again, with the same random numbers."""
-    value: Tensor = checkpoint(function, *tensors, use_reentrant=False)
-    return value
+_NAMES = ("attn_qkv", "attn_o", "attn_n", "inter_", "output_", "norm_")
 
 
 class DeepSpeedTransformerLayer(nn.Module):
@@ -166,22 +126,15 @@ class DeepSpeedTransformerLayer(nn.Module):
         config.layer_id = DeepSpeedTransformerLayer.layer_id
         DeepSpeedTransformerLayer.layer_id += 1
         hidden, inner = config.hidden_size, config.intermediate_size
-        shapes = {
-            "attn_qkv": (3 * hidden, hidden),
-            "attn_o": (hidden, hidden),
-            "attn_n": (hidden,),
-            "inter_": (inner, hidden),
-            "output_": (hidden, inner),
-            "norm_": (hidden,),
-        }
-        for name, shape in shapes.items():
+        shapes = ((3 * hidden, hidden), (hidden, hidden), (hidden,), (inner, hidden), (hidden, inner), (hidden,))
+        for name, shape in zip(_NAMES, shapes, strict=True):
             self.register_parameter(name + "w", nn.Parameter(torch.empty(shape)))
             self.register_parameter(name + "b", nn.Parameter(torch.empty(shape[0])))
         self.init_transformer_weights(config.adjust_init_range)
         with torch.no_grad():
             for values, suffix in ((initial_weights, "w"), (initial_biases, "b")):
                 if values is not None:
-                    self._take(list(values), list(shapes), suffix)
+                    self._take(list(values), suffix)
 
     attn_qkvw: nn.Parameter
     attn_qkvb: nn.Parameter
@@ -196,8 +149,8 @@ class DeepSpeedTransformerLayer(nn.Module):
     norm_w: nn.Parameter
     norm_b: nn.Parameter
 
-    def _take(self, values: list[Tensor], names: list[str], suffix: str) -> None:
-        for name, value in zip(names, [torch.cat(values[:3]), *values[3:]], strict=True):
+    def _take(self, values: list[Tensor], suffix: str) -> None:
+        for name, value in zip(_NAMES, [torch.cat(values[:3]), *values[3:]], strict=True):
             parameter: nn.Parameter = getattr(self, name + suffix)
             if parameter.shape != value.shape:
                 raise ConfigError(
@@ -248,67 +201,20 @@ class DeepSpeedTransformerLayer(nn.Module):
         for name, value in refused.items():
             if value is not None:
                 raise ValueError(f"DeepSpeedTransformerLayer: {name} has no meaning for this layer; leave it out")
-        self.config.training = self.training
-        x = hidden_states
-        if self.config.pre_layer_norm:
-            attended = self._attention(self._norm(x, self.norm_w, self.norm_b), attention_mask)
-            middle, summed = self._sum_and_norm(attended, x, self.attn_nw, self.attn_nb)
-            output = self._dropped(self._mlp(middle)) + summed
-        else:
-            middle, _ = self._sum_and_norm(self._attention(x, attention_mask), x, self.attn_nw, self.attn_nb)
-            output, _ = self._sum_and_norm(self._mlp(middle), middle, self.norm_w, self.norm_b)
-        return (output,) if self.config.return_tuple else output
-
-    def _dropped(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.config.hidden_dropout_ratio, self.training)
-
-    def _norm(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        if self.config.normalize_invertible:
-            y: Tensor = _InvertibleNorm.apply(x, weight, bias, self.config.layer_norm_eps)  # type: ignore[no-untyped-call]
-            return y
-        return ops.layer_norm(x, (x.size(-1),), weight, bias, self.config.layer_norm_eps)
-
-    def _sum_and_norm(self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of dropout(x) + residual, and the sum."""
-        x = self._dropped(x)
-        if self.config.normalize_invertible:
-            summed = x + residual
-            return self._norm(summed, weight, bias), summed
-        return ops.residual_layer_norm(x, residual, (x.size(-1),), weight, bias, self.config.layer_norm_eps)
-
-    def _attention(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        batch, length, hidden = x.shape
-        heads = self.config.heads
-        qkv = ops.linear(x, self.attn_qkvw, self.attn_qkvb).view(batch, length, 3, heads, hidden // heads)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        if mask is not None:
-            mask = mask.to(query.dtype)
-        ratio = self.config.attn_dropout_ratio if self.training else 0.0
-        if ratio == 0:
-            context = ops.attention(query, key, value, mask)
-        else:
-            context = self._dropped_attention(query, key, value, mask, ratio)
-        context = context.transpose(1, 2).reshape(batch, length, hidden)
-        return ops.linear(context, self.attn_ow, self.attn_ob)
-
-    def _dropped_attention(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, ratio: float
-    ) -> Tensor:
-        scores = query @ key.transpose(-2, -1) / math.sqrt(query.size(-1))
-        shares = (scores if mask is None else scores + mask).softmax(-1)
-
-        def weigh(shares: Tensor, value: Tensor) -> Tensor:
-            return F.dropout(shares, ratio) @ value
-
-        if not self.config.attn_dropout_checkpoint:
-            return weigh(shares, value)
-        return _again(weigh, shares, value.contiguous())  # as a view it would keep query and key with it
-
-    def _mlp(self, x: Tensor) -> Tensor:
-        inner = ops.linear(x, self.inter_w, self.inter_b)
-
-        def rest(inner: Tensor) -> Tensor:
-            active = ops.gelu_tanh(inner) if self.config.gelu == "tanh" else F.gelu(inner)
-            return ops.linear(active, self.output_w, self.output_b)
-
-        return _again(rest, inner) if self.config.gelu_checkpoint else rest(inner)
+        config, training = self.config, self.training
+        config.training = training
+        output: Tensor = torch.ops.deeptide.transformer_layer(
+            hidden_states,
+            attention_mask,
+            [getattr(self, name + suffix) for name in _NAMES for suffix in "wb"],
+            config.heads,
+            config.attn_dropout_ratio if training else 0.0,
+            config.hidden_dropout_ratio if training else 0.0,
+            config.layer_norm_eps,
+            config.pre_layer_norm,
+            config.normalize_invertible,
+            config.gelu_checkpoint,
+            config.attn_dropout_checkpoint,
+            config.gelu == "none",
+        )
+        return (output,) if config.return_tuple else output

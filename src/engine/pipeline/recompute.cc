@@ -136,6 +136,7 @@ struct Recomputed : torch::autograd::Function<Recomputed> {
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  const torch::autograd::variable_list& gradients) {
+    TORCH_CHECK(!at::GradMode::is_enabled(), "recompute: a segment has no second derivative: leave out create_graph");
     const auto segment = c10::static_intrusive_pointer_cast<Segment>(context->saved_data["segment"].toCapsule());
     Tensors inputs;
     for (const Tensor& saved : context->get_saved_variables()) {

@@ -378,7 +378,7 @@ BAD = [
     (section("sparse_pruning", {"dense_ratio": 0.5}, related=[["1"]]), r"sparse_pruning changes no shapes"),
     (section("row_pruning", {"dense_ratio": 0.5}, related=[]), None),
     (section("row_pruning", {"dense_ratio": 0.5}, related=[["1"], ["1"]]), r"got 2 entries, expected one for each .*1"),
-    (section("row_pruning", {"dense_ratio": 0.5}, related=["1"]), r"got the entry '1', expected a list"),
+    (section("row_pruning", {"dense_ratio": 0.5}, related=["1"]), r"got the entry \"1\", expected a list"),
     (section("row_pruning", {"dense_ratio": 0.5}, modules=["("]), r"modules: '\(' is no regular expression"),
     (section("row_pruning", {"dense_ratio": 0.5}, modules=["x"]), r"no module that row_pruning can change has 'x'"),
     (section("channel_pruning", {"dense_ratio": 0.5}), r"no module that channel_pruning can change has '0'"),

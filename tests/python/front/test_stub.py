@@ -32,7 +32,7 @@ ignore_missing_imports = True
 """
 _STUBTEST_ALLOWS = r"""
 # Parts of _C's stub, which is one module
-deeptide\._C_(checkpoint|curriculum|deferred|memory|parallel|reports)
+deeptide\._C_(checkpoint|curriculum|deferred|layers|memory|parallel|reports)
 # functools.cache: its type has lost the parameters that inspect still finds
 deeptide\._optimizers\.groups\.(_table_of|keys_of)
 deeptide\._model\.compiled\.(_say_once|_serve_compiled_graphs)
@@ -128,7 +128,7 @@ def _bound():
     return {name: signatures for name, signatures in found.items() if signatures}
 
 
-_PARTS = ("checkpoint", "curriculum", "deferred", "memory", "parallel", "reports")
+_PARTS = ("checkpoint", "curriculum", "deferred", "layers", "memory", "parallel", "reports")
 
 
 def _in_stub():
