@@ -36,6 +36,7 @@ deeptide\._C_(checkpoint|curriculum|deferred|layers|memory|parallel|reports)
 # functools.cache: its type has lost the parameters that inspect still finds
 deeptide\._optimizers\.groups\.(_table_of|keys_of)
 deeptide\._model\.compiled\.(_say_once|_serve_compiled_graphs)
+deeptide\.tensor\.positions\._derived
 deeptide\._commands\.explain\.pattern_of
 deeptide\._model\.publishing\._watch_forks
 deeptide\.efficiency\.token_arguments\.names_of

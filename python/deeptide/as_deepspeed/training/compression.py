@@ -13,10 +13,9 @@ from deeptide.as_deepspeed import NotSupportedError
 from deeptide.compression.layers import CompressedConv2d, CompressedEmbedding, CompressedLinear
 from deeptide.compression.quantizers import (
     largest,
+    quantize,
     quantize_asymmetric,
-    quantize_binary,
     quantize_symmetric,
-    quantize_ternary,
     straight_through,
 )
 from deeptide.compression.techniques import MOMENTUM, ActivationRange
@@ -62,7 +61,7 @@ class TernaryQuantizer:
     @staticmethod
     def apply(x: Tensor, num_bits: int, min_value: None = None, max_value: None = None, num_groups: int = 1) -> Tensor:
         """x, rounded, whatever num_bits is."""
-        return straight_through(x, quantize_ternary(x.detach(), num_groups))
+        return straight_through(x, quantize(x.detach(), 2, num_groups))
 
 
 class BinaryQuantizer:
@@ -71,7 +70,7 @@ class BinaryQuantizer:
     @staticmethod
     def apply(x: Tensor, num_bits: int, min_value: None = None, max_value: None = None, num_groups: int = 1) -> Tensor:
         """x, rounded, whatever num_bits is."""
-        return straight_through(x, quantize_binary(x.detach(), num_groups))
+        return straight_through(x, quantize(x.detach(), 1, num_groups))
 
 
 class TopKBinarizer:
