@@ -48,6 +48,10 @@ DEEPTIDE_API SchedulerParameters scheduler_parameters(const Config& config);
 /// Errors: std::logic_error for a path that is no section.
 DEEPTIDE_API std::string section_text(const Config& config, std::string_view path);
 
+/// "compression_training" with its defaults, and its groups, as JSON. Errors: ConfigError naming the key.
+DEEPTIDE_API std::string compression_section(const Config& config);
+DEEPTIDE_API std::string compression_groups(const Config& config);
+
 /// Computes the batch of the section "elasticity". Its `micro` is 0 where `world_size`, a number of ranks, is not one
 /// of the valid ones; 0: unknown, which only version 0.1 allows. Errors: ConfigError naming the key.
 DEEPTIDE_API ElasticBatch elastic_batch(const ElasticityConfig& config, int64_t world_size);

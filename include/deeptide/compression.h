@@ -100,11 +100,4 @@ class DEEPTIDE_API Compression {
 DEEPTIDE_API std::unique_ptr<Compression> init_compression(torch::nn::Module& model, const Config& config,
                                                            torch::nn::Module* teacher = nullptr);
 
-namespace compression {
-
-/// For Python: the section with its defaults, and its groups, as JSON. Errors: ConfigError naming the key.
-DEEPTIDE_API std::string section_text(const Config& config);
-DEEPTIDE_API std::string groups_text(const Config& config);
-
-}  // namespace compression
 }  // namespace deeptide

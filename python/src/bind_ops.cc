@@ -9,7 +9,7 @@
 #include <array>
 
 #include "bindings.h"
-#include "deeptide/compression.h"
+#include "deeptide/binding.h"
 #include "deeptide/sparse_attention.h"
 #include "deeptide/transformer_layer.h"
 
@@ -50,8 +50,8 @@ void bind_ops(py::module_& module) {
         return ops::sparse_layout(config.sparse_attention(), num_heads, sequence_length, sample);
       },
       py::arg("config"), py::arg("num_heads"), py::arg("sequence_length"), py::arg("sample"));
-  module.def("compression_section", &compression::section_text, py::arg("config"));
-  module.def("compression_groups", &compression::groups_text, py::arg("config"));
+  module.def("compression_section", &binding::compression_section, py::arg("config"));
+  module.def("compression_groups", &binding::compression_groups, py::arg("config"));
   module.def(
       "check_transformer_layer",
       [](int64_t hidden_size, int64_t heads, double attn_dropout_ratio, double hidden_dropout_ratio,

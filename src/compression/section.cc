@@ -7,7 +7,7 @@
 
 #include "base/libraries/format.h"
 #include "config/section.h"
-#include "deeptide/compression.h"
+#include "deeptide/binding.h"
 #include "deeptide/errors.h"
 
 namespace deeptide::compression {
@@ -161,11 +161,15 @@ std::vector<Group> groups_of(const Json& section) {
   return found;
 }
 
-std::string section_text(const Config& config) { return write_json(section_of(config)); }
+}  // namespace deeptide::compression
 
-std::string groups_text(const Config& config) {
-  Json all = Json::array();
-  for (const Group& group : groups_of(section_of(config))) {
+namespace deeptide::binding {
+
+std::string compression_section(const Config& config) { return write_json(compression::section_of(config)); }
+
+std::string compression_groups(const Config& config) {
+  auto all = compression::Json::array();
+  for (const compression::Group& group : compression::groups_of(compression::section_of(config))) {
     all.push_back({{"technique", group.technique},
                    {"name", group.name},
                    {"path", group.path},
@@ -176,4 +180,4 @@ std::string groups_text(const Config& config) {
   return write_json(all);
 }
 
-}  // namespace deeptide::compression
+}  // namespace deeptide::binding

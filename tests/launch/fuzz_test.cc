@@ -28,7 +28,7 @@ namespace {
 
 using Random = std::mt19937;
 
-double seconds() {
+double fuzz_seconds() {
   const char* text = std::getenv("DEEPTIDE_FUZZ_SECONDS");
   return text ? std::atof(text) : 2.0;
 }
@@ -66,7 +66,7 @@ std::vector<std::string> split_lines(const std::string& text) {
 }
 
 void fuzz(const std::vector<std::string>& words, const std::function<void(const std::string&, Random&)>& target) {
-  const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds());
+  const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(fuzz_seconds());
   size_t runs = 0;
   for (unsigned seed = 0; std::chrono::steady_clock::now() < end; ++seed, ++runs) {
     Random random(seed);
