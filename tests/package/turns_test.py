@@ -18,7 +18,7 @@ class Turns(unittest.TestCase):
         """The tree as it is, with other changes and another number of commits."""
         for attribute, value in (
             ("changed_files", lambda folders: [name for name in changed if name.startswith(folders)]),
-            ("git", lambda *args: str(commits)),
+            ("git", lambda *args, **_: str(commits)),
         ):
             patch = mock.patch.object(turns.tidy, attribute, value)
             patch.start()

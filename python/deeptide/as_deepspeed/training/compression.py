@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from deeptide.compression.quantizers import (
 )
 from deeptide.compression.techniques import MOMENTUM, ActivationRange
 
-_End = Tensor | float | None
+_End: TypeAlias = Tensor | float | None
 
 
 def _range_of(low: _End, high: _End, groups: int) -> tuple[Tensor, Tensor] | None:
