@@ -6,7 +6,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/amax.h>
 #include <ATen/ops/amin.h>
-#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/norm.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/sort.h>
 #include <ATen/ops/where.h>
@@ -39,7 +39,7 @@ Tensor rounded(const Tensor& steps, const OptionalTensor& noise, int64_t lowest,
   return (noise ? steps + *noise : steps).round().clamp(lowest, highest);
 }
 
-Tensor sums_of_magnitudes(const Tensor& flat) { return at::linalg_vector_norm(flat, 1, {{1}}, /*keepdim=*/true); }
+Tensor sums_of_magnitudes(const Tensor& flat) { return at::norm(flat, 1, {1}, /*keepdim=*/true); }
 
 /// -a, 0 or a: 0 up to 0.7 of the group's mean magnitude, a the mean magnitude above.
 Tensor quantize_ternary(const Tensor& x, int64_t groups) {

@@ -32,8 +32,8 @@ RandomLtd RandomLtd::from_config(const Config& config, int64_t global_batch) {
 
 Tensor RandomLtd::run(int64_t number, const Layer& layer, const Tensor& hidden, bool is_training,
                       const std::optional<Tensor>& mask) const {
-  const bool first = options_.batch_first;
-  const int64_t batch = hidden.size(first ? 0 : 1), length = hidden.size(first ? 1 : 0);
+  const bool is_batch_first = options_.batch_first;
+  const int64_t batch = hidden.size(is_batch_first ? 0 : 1), length = hidden.size(is_batch_first ? 1 : 0);
   const int64_t kept = schedule_.position().length;
   const bool drops = std::ranges::find(options_.layers, number) != options_.layers.end();
   const Tensor whole = mask.value_or(Tensor());
@@ -41,8 +41,8 @@ Tensor RandomLtd::run(int64_t number, const Layer& layer, const Tensor& hidden, 
   // Each layer draws by itself, so that a recomputation of one layer finds torch's generator where it was.
   const Tensor indices = ops::sample_tokens(kept, length, batch, 1, hidden.device())[0];
   const Tensor part_mask = whole.defined() ? ops::mask_of_kept(whole, indices, length, options_.is_encoder) : Tensor();
-  const Tensor part = layer({ops::gather_tokens(hidden, indices, first), part_mask, indices});
-  return ops::scatter_tokens(hidden, part, indices, first);
+  const Tensor part = layer({ops::gather_tokens(hidden, indices, is_batch_first), part_mask, indices});
+  return ops::scatter_tokens(hidden, part, indices, is_batch_first);
 }
 
 }  // namespace deeptide

@@ -25,11 +25,10 @@
 // Shapes: B batch, S sequence, D hidden, I intermediate, H heads.
 
 namespace deeptide {
+namespace {
 
 using at::Tensor;
 using Tensors = std::vector<Tensor>;
-
-namespace {
 
 struct Projection {
   const Tensor &weight, &bias;
