@@ -3,6 +3,7 @@
 """Sums of gradients leave an accelerator during backward for the host that steps them."""
 
 import contextlib
+import gc
 
 import models
 import pytest
@@ -161,6 +162,7 @@ def compare_memory(stage, bf16, zero, share):
     settings = {"stage": stage, "bf16": bf16, "gas": 2}
     lines, used = {}, {}
     for name, place in (("device", {}), ("host", zero)):
+        gc.collect()  # the model before, else freed at some time between here and the count
         torch.accelerator.empty_cache()
         held = torch.accelerator.memory_allocated()
         engine = make_engine(DEVICE, zero=place, **settings)
