@@ -66,15 +66,16 @@ def measure(options):
 
 def row_of(mesh, outcome):
     """One line of the table, of what all ranks measured."""
-    cells, total = [mesh], [0, 0]
-    for role in outcome["ranks"][0]["memory"]:
-        counted = [max(rank["memory"][role][kind] for rank in outcome["ranks"]) for kind in (0, 1)]
-        cells.append("{:.0f} ({:.0f})".format(*(count / 2**20 for count in counted)))
-    for kind in (0, 1):
-        total[kind] = max(sum(pair[kind] for pair in rank["memory"].values()) for rank in outcome["ranks"])
-    cells.append("{:.0f} ({:.0f})".format(*(count / 2**20 for count in total)))
-    seconds = min(max(step) for step in zip(*(rank["seconds"] for rank in outcome["ranks"]), strict=True))
-    return [*cells, f"{outcome['job_peak'] / 2**20:.0f}", f"{seconds:.1f}", f"{outcome['ranks'][0]['loss']:.5f}"]
+    ranks = outcome["ranks"]
+
+    def cell(pairs_of_ranks):
+        measured, forecast = map(max, zip(*pairs_of_ranks, strict=True))
+        return f"{measured / 2**20:.0f} ({forecast / 2**20:.0f})"
+
+    roles = [cell(rank["memory"][role] for rank in ranks) for role in ranks[0]["memory"]]
+    total = cell([sum(column) for column in zip(*rank["memory"].values(), strict=True)] for rank in ranks)
+    seconds = min(max(step) for step in zip(*(rank["seconds"] for rank in ranks), strict=True))
+    return [mesh, *roles, total, f"{outcome['job_peak'] / 2**20:.0f}", f"{seconds:.1f}", f"{ranks[0]['loss']:.5f}"]
 
 
 def main():

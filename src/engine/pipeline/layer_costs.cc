@@ -125,6 +125,10 @@ void for_each_layer(const std::vector<PipelineLayer>& layers, const char* method
   }
 }
 
+bool is_among(const std::vector<c10::Storage>& storages, const c10::Storage& storage) {
+  return std::ranges::any_of(storages, [&](const c10::Storage& one) { return one.is_alias_of(storage); });
+}
+
 /// Storages of tensors, and which of them a layer's backward keeps.
 class Storages {
  public:
@@ -133,12 +137,8 @@ class Storages {
   void add(const Activations& tensors) {
     for (const Tensor& tensor : tensors) {
       if (!tensor.defined()) continue;
-      const c10::Storage& storage = tensor.storage();
-      if (!contains(storage)) all.push_back(storage);
+      if (!is_among(all, tensor.storage())) all.push_back(tensor.storage());
     }
-  }
-  bool contains(const c10::Storage& storage) const {
-    return std::ranges::any_of(all, [&](const c10::Storage& one) { return one.is_alias_of(storage); });
   }
   std::vector<size_t> users() const {
     std::vector<size_t> counts;
@@ -181,9 +181,8 @@ std::pair<double, Activations> kept_by(const Run& run, const Activations& values
     const c10::Storage& storage = seen.all[i];
     const auto size = static_cast<int64_t>(storage.nbytes());
     const bool is_kept = with_graph[i] > without[i];
-    const bool was_kept =
-        std::ranges::any_of(before, [&](const c10::Storage& one) { return one.is_alias_of(storage); });
-    if (given.contains(storage)) {
+    const bool was_kept = is_among(before, storage);
+    if (is_among(given.all, storage)) {
       if (is_kept && !was_kept) bytes += size;
     } else if (!is_kept) {
       bytes -= size;

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deeptide import utils
+from deeptide import _C, utils
 from deeptide.as_deepspeed import NotSupportedError
 
 
@@ -152,10 +152,7 @@ def prefix_sum_inc(weights: Sequence[float]) -> list[Any]:
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
     """num_parts + 1 bounds: parts of nearly equal numbers of items, the larger ones first."""
-    if num_items <= num_parts:
-        return [min(part, num_items) for part in range(num_parts + 1)]
-    size, larger = divmod(num_items, num_parts)
-    return [part * size + min(part, larger) for part in range(num_parts + 1)]
+    return _C.uniform_bounds(num_items, num_parts)
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
