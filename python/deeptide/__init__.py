@@ -33,7 +33,7 @@ _HOME = {
     "init_distributed": "_process.world",
     "initialize": "_engine.initialize",
     "load_weights": "_model.weights",
-    "make_world": "_C",
+    "make_world": "_process.world",
     "plan": "_forecast.plan",
 }
 _MODULES = (

@@ -23,7 +23,6 @@ from deeptide._C import NonFiniteError as NonFiniteError
 from deeptide._C import StepOutcome as StepOutcome
 from deeptide._C import StepResult as StepResult
 from deeptide._C import World as World
-from deeptide._C import make_world as make_world
 from deeptide._engine.initialize import initialize as initialize
 from deeptide._forecast.plan import plan as plan
 from deeptide._model.weights import import_checkpoint as import_checkpoint
@@ -33,6 +32,7 @@ from deeptide._process.arguments import add_tuning_arguments as add_tuning_argum
 from deeptide._process.log import DeeptideWarning as DeeptideWarning
 from deeptide._process.preemption import Preempted as Preempted
 from deeptide._process.world import init_distributed as init_distributed
+from deeptide._process.world import make_world as make_world
 from deeptide.data import DataLoader as DataLoader
 from deeptide.data import RepeatingLoader as RepeatingLoader
 from deeptide.engine import Engine as Engine

@@ -15,11 +15,22 @@ import torch.distributed as dist
 
 from deeptide import _C
 from deeptide._C import ConfigError
+from deeptide._process.operators import share_operators
 from deeptide.config import ConfigSource, load_config
 
 # Seconds that NCCL waits for a collective beyond "comm_timeout", before it ends the process: the engine's own wait is
 # to end first, in an error that names the ranks.
 _WATCHDOG_GRACE_S = 30.0
+
+
+def make_world(store: dist.Store, rank: int, size: int, host: str = "") -> _C.World:
+    """Makes one of several ranks that are threads of one process, in tests and notebooks.
+
+    store: shared by all, such as a torch.distributed.HashStore. host: ranks of different names treat each other as on
+    other machines. Errors: ConfigError for a rank outside of the world.
+    """
+    share_operators()
+    return _C.make_world(store, rank, size, host)
 
 
 def _backend_for(device_type: str) -> str:

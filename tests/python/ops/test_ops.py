@@ -14,21 +14,26 @@ from torch import nn
 import deeptide
 from deeptide import ops
 
+pytestmark = pytest.mark.usefixtures("own_numbers")
+
 TYPES = [torch.float32, torch.bfloat16]
 # Relative to the largest value, 0.1 at least (softmax - 1 cancels): fp32 sums of up to 8192 products; bf16 has 8 bits.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float64: 1e-12}
 
 
-def close(got, expected, dtype):
+def close(got, expected, dtype, least=0.1):
     got, expected = got.detach().double(), expected.detach()
     assert got.shape == expected.shape
     if got.numel() > 0:
-        limit = TOLERANCE[dtype] * max(0.1, float(expected.abs().max()))
+        limit = TOLERANCE[dtype] * max(least, float(expected.abs().max()))
         assert float((got - expected).abs().max()) <= limit
 
 
-def beside_fp64(function, reference, inputs, dtype, *rest):
-    """Runs both on the same numbers (rounded to dtype first) and compares results and gradients."""
+def beside_fp64(function, reference, inputs, dtype, *rest, least=0.1):
+    """Runs both on the same numbers (rounded to dtype first) and compares results and gradients.
+
+    least: as large a value as gradients are sums of, where these may cancel.
+    """
     mine = [x.to(dtype).requires_grad_() for x in inputs]
     exact = [x.detach().double().requires_grad_() for x in mine]
     got, expected = function(*mine, *rest), reference(*exact, *rest)
@@ -38,7 +43,7 @@ def beside_fp64(function, reference, inputs, dtype, *rest):
     (expected * weights.to(got.dtype).double()).sum().backward()
     for x, y in zip(mine, exact, strict=True):
         assert x.grad.dtype == dtype
-        close(x.grad, y.grad, dtype)
+        close(x.grad, y.grad, dtype, least)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -161,7 +166,9 @@ def test_attention_agrees_with_fp64(sizes, kind, dtype, monkeypatch):
         typed = mask.to(dtype) if mask is not None and mask.is_floating_point() else mask
         return ops.attention(query, key, value, typed, causal)
 
-    beside_fp64(ours, torchs, inputs, dtype)
+    # A score's gradient is the difference of two products with a value. A single key leaves nothing but their rounding
+    # in torch's kernel, which fp32 goes to; ours cancels exactly.
+    beside_fp64(ours, torchs, inputs, dtype, least=1.0 if keys == 1 and dtype == torch.float32 else 0.1)
 
 
 def test_attention_has_a_second_derivative_and_torchs_errors():

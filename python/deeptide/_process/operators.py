@@ -1,0 +1,48 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Has the threads of a process agree on one object for each of torch's operators."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from typing import Any
+
+import torch
+from torch._ops import OpOverloadPacket, _OpNamespace
+
+_lock = threading.RLock()  # a namespace asks a packet
+
+
+def _unlock_in_child() -> None:
+    """Another thread may have held the lock as the process forked, and that thread is not in the child."""
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_unlock_in_child)
+
+
+def _find_once(kind: Any) -> None:
+    find = kind.__getattr__
+
+    @functools.wraps(find)
+    def find_once(self: Any, name: str) -> Any:
+        with _lock:
+            made = vars(self).get(name)
+            return find(self, name) if made is None else made
+
+    kind.__getattr__ = find_once
+
+
+@functools.cache
+def share_operators() -> None:
+    """Makes lookups of torch.ops wait for each other, from now on and for good.
+
+    torch makes an operator's Python object as it is first asked for and keeps it as an attribute, but its C++ side
+    keeps the pointer alone (`OperatorHandle::getPythonOp`, of torch 2.9 to 2.13). Two threads that ask at once make two
+    objects. The second replaces the first, and the process crashes where a dispatch mode is handed the first one.
+    """
+    for kind in (type(torch.ops), _OpNamespace, OpOverloadPacket):
+        _find_once(kind)

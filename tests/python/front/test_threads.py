@@ -1,0 +1,41 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that are threads of one process get along with what torch keeps once for the process."""
+
+import sys
+import threading
+
+import torch
+from torch._ops import _OpNamespace
+
+import deeptide
+
+NUM_THREADS = 4
+
+
+def overloads(aten, names, meeting, found):
+    meeting.wait()
+    found.append([getattr(aten, name).default for name in names])
+
+
+def test_ranks_find_one_object_for_each_operator():
+    """Torch keeps a pointer to the first one, and crashes where another one replaced it."""
+    deeptide.make_world(torch.distributed.HashStore(), 0, 2)
+    full = [name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
+    names = [name for name in full if "." not in name and not name.startswith("_")][:400]
+    assert len(names) == 400
+    aten = _OpNamespace("aten")  # which nobody has asked yet
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        found, meeting = [], threading.Barrier(NUM_THREADS)
+        threads = [threading.Thread(target=overloads, args=(aten, names, meeting, found)) for _ in range(NUM_THREADS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert len(found) == NUM_THREADS
+    for others in zip(*found, strict=True):
+        assert all(other is others[0] for other in others)
