@@ -116,6 +116,7 @@ DEEPTIDE_API std::vector<CheckpointDifference> compare_checkpoints(const Checkpo
 enum class ExportFormat : uint8_t {
   safetensors,  // model.safetensors, as Transformers reads it
   state_dict,   // pytorch_model.bin, as torch.save writes a dict of tensors
+  universal,    // DeepSpeed's layout with optimizer states: `checkpoint.load_universal` reads it at any stage
 };
 struct ExportOptions {
   ExportFormat format = ExportFormat::safetensors;
@@ -123,12 +124,18 @@ struct ExportOptions {
   std::string max_shard_size = "5GB";  // of a file: bytes, "5GB" (10^9 each), "500MiB"; empty: one file
   bool exclude_frozen = false;         // leaves out parameters that were not trained
 };
-/// Writes weights and the first rank's buffers under their names into `folder`: one file, or several and an index. A
-/// tied weight is there once, under its first name. Returns the files' names. Memory: some 32 MiB, whatever the
-/// tensors. Errors: CheckpointError, ConfigError for options that cannot be.
+/// Writes weights and the first rank's buffers under their names into `folder`: one file, or several and an index; of
+/// `universal` a folder with the checkpoint's name and two files that name it, which take no other option. Frozen
+/// weights lie there in the module's state, and no loss scale is in it: it starts from its configuration. A tied weight
+/// is there once, under its first name. Returns the names. Memory: some 32 MiB, whatever the tensors. Errors:
+/// CheckpointError, ConfigError for options that cannot be.
 DEEPTIDE_API std::vector<std::string> export_checkpoint(const CheckpointReader& reader, const std::string& folder,
                                                         const ExportOptions& options = {},
                                                         const CheckpointProgress& progress = {});
+
+/// Hyper-parameters by parameter group under torch's keys, such as [{"lr": 0.1, "betas": [0.9, 0.95]}]; an empty object
+/// for each group of an optimizer that the configuration's table does not have.
+DEEPTIDE_API std::string param_groups_json(const CheckpointReader& reader);
 
 struct PruneOptions {
   int64_t keep_last = 1;   // of most steps; at least 1

@@ -12,11 +12,13 @@ from deeptide._C_checkpoint import CheckpointReader as CheckpointReader
 from deeptide._C_checkpoint import CheckpointStatistics as CheckpointStatistics
 from deeptide._C_checkpoint import CheckpointSummary as CheckpointSummary
 from deeptide._C_checkpoint import CheckpointTensor as CheckpointTensor
+from deeptide._C_checkpoint import ExportFormat as ExportFormat
 from deeptide._C_checkpoint import SaveContents as SaveContents
 from deeptide._C_checkpoint import checkpoint_statistics as checkpoint_statistics
 from deeptide._C_checkpoint import compare_checkpoints as compare_checkpoints
 from deeptide._C_checkpoint import export_checkpoint as export_checkpoint
 from deeptide._C_checkpoint import list_checkpoints as list_checkpoints
+from deeptide._C_checkpoint import param_groups_json as param_groups_json
 from deeptide._C_checkpoint import prune_checkpoints as prune_checkpoints
 from deeptide._C_checkpoint import verify_checkpoint as verify_checkpoint
 from deeptide._C_curriculum import CurriculumSampler as CurriculumSampler

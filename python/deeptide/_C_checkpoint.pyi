@@ -14,6 +14,12 @@ class SaveContents(_BoundEnum):
     trainable: ClassVar[SaveContents]
     weights: ClassVar[SaveContents]
 
+class ExportFormat(_BoundEnum):
+    __members__: ClassVar[dict[str, ExportFormat]]
+    safetensors: ClassVar[ExportFormat]
+    state_dict: ClassVar[ExportFormat]
+    universal: ClassVar[ExportFormat]
+
 class CheckpointTensor(_Bound):
     @property
     def name(self) -> str: ...
@@ -107,10 +113,11 @@ def compare_checkpoints(
 def export_checkpoint(
     reader: CheckpointReader,
     folder: str,
-    safetensors: bool,
+    format: ExportFormat,
     dtype: str,
     max_shard_size: str,
     exclude_frozen: bool,
     progress: Callable[[int, int], None] | None,
 ) -> list[str]: ...
+def param_groups_json(reader: CheckpointReader) -> str: ...
 def prune_checkpoints(directory: str, keep_last: int, keep_every: int, dry_run: bool) -> list[str]: ...

@@ -41,8 +41,7 @@ __all__ = [
 
 _Folder = str | os.PathLike[str]
 _Progress = Callable[[int, int], None]
-_IN_CORE = ("safetensors", "state_dict")
-_BY_TORCH = ("universal", "dcp")
+_FORMATS = _C.ExportFormat.__members__
 
 
 @contextlib.contextmanager
@@ -111,23 +110,23 @@ def export(
     format: "safetensors" (model.safetensors, as Transformers reads it), "state_dict" (pytorch_model.bin, as torch.load
     reads it); with optimizer states "universal" (DeepSpeed's) and "dcp" (torch.distributed.checkpoint). The first two
     take dtype ("fp32", "bf16", "fp16"; None: as saved), the bytes of a file at most, and leave frozen parameters out by
-    choice. A tied parameter is there once, under its first name. Memory: 32 MiB in the first two, one tensor in the
-    others. Errors: ConfigError, CheckpointError.
+    choice. A tied parameter is there once, under its first name. Memory: 32 MiB, one tensor in "dcp".
+    Errors: ConfigError, CheckpointError.
     """
     reader = folder if isinstance(folder, CheckpointReader) else open(folder, tag)
-    if format in _BY_TORCH:
+    if format == "dcp":
         if dtype is not None or exclude_frozen:
-            raise ConfigError(f"export: {format} holds what was saved; give no dtype and no exclude_frozen")
-        layouts = importlib.import_module("deeptide._commands.export_layouts")
+            raise ConfigError("export: dcp holds what was saved; give no dtype and no exclude_frozen")
+        export_dcp = importlib.import_module("deeptide._commands.export_dcp")
         with _bar("export") as progress:
-            names: list[str] = layouts.export(format, reader, os.fspath(out), progress)
+            names: list[str] = export_dcp.export(reader, os.fspath(out), progress)
         return names
-    if format not in _IN_CORE:
-        raise ConfigError(f"export: got format {format!r}, expected one of {', '.join((*_IN_CORE, *_BY_TORCH))}")
+    if format not in _FORMATS:
+        raise ConfigError(f"export: got format {format!r}, expected one of {', '.join((*_FORMATS, 'dcp'))}")
     size = "" if max_shard_size is None else str(max_shard_size)
     with _bar("export") as progress:
         return _C.export_checkpoint(
-            reader, os.fspath(out), format == "safetensors", dtype or "", size, exclude_frozen, progress
+            reader, os.fspath(out), _FORMATS[format], dtype or "", size, exclude_frozen, progress
         )
 
 

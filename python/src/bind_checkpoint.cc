@@ -16,13 +16,11 @@ namespace {
 
 using Progress = std::optional<CheckpointProgress>;  // pybind11 takes the GIL to call a Python function in one
 
-std::vector<std::string> export_weights(const CheckpointReader& reader, const std::string& folder, bool safetensors,
-                                        const std::string& dtype, const std::string& max_shard_size,
-                                        bool exclude_frozen, const Progress& progress) {
-  ExportOptions options{.format = safetensors ? ExportFormat::safetensors : ExportFormat::state_dict,
-                        .dtype = dtype,
-                        .max_shard_size = max_shard_size,
-                        .exclude_frozen = exclude_frozen};
+std::vector<std::string> export_whole(const CheckpointReader& reader, const std::string& folder, ExportFormat format,
+                                      const std::string& dtype, const std::string& max_shard_size, bool exclude_frozen,
+                                      const Progress& progress) {
+  ExportOptions options{
+      .format = format, .dtype = dtype, .max_shard_size = max_shard_size, .exclude_frozen = exclude_frozen};
   return export_checkpoint(reader, folder, options, progress.value_or(CheckpointProgress()));
 }
 
@@ -46,6 +44,10 @@ at::Tensor read_range(const CheckpointReader& reader, const CheckpointTensor& te
 }
 
 void bind_records(py::module_& module) {
+  py::enum_<ExportFormat>(module, "ExportFormat", "The layout of an export.")
+      .value("safetensors", ExportFormat::safetensors)
+      .value("state_dict", ExportFormat::state_dict)
+      .value("universal", ExportFormat::universal);
   py::class_<CheckpointTensor>(module, "CheckpointTensor", "A tensor of a checkpoint, whole.")
       .def_readonly("name", &CheckpointTensor::name)
       .def_readonly("role", &CheckpointTensor::role)
@@ -100,7 +102,8 @@ void bind_checkpoint(py::module_& module) {
   module.def("list_checkpoints", &list_checkpoints, py::arg("directory"), NoGil());
   module.def("verify_checkpoint", &verify, py::arg("directory"), py::arg("tag"), py::arg("progress"), NoGil());
   module.def("compare_checkpoints", &compare, py::arg("first"), py::arg("second"), py::arg("progress"), NoGil());
-  module.def("export_checkpoint", &export_weights, py::arg("reader"), py::arg("folder"), py::arg("safetensors"),
+  module.def("param_groups_json", &param_groups_json, py::arg("reader"), NoGil());
+  module.def("export_checkpoint", &export_whole, py::arg("reader"), py::arg("folder"), py::arg("format"),
              py::arg("dtype"), py::arg("max_shard_size"), py::arg("exclude_frozen"), py::arg("progress"), NoGil());
   module.def("prune_checkpoints", &prune, py::arg("directory"), py::arg("keep_last"), py::arg("keep_every"),
              py::arg("dry_run"), NoGil());

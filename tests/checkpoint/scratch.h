@@ -81,9 +81,10 @@ inline std::string growing(const std::string& directory, const std::string& tag)
 }
 
 /// A save by a world of one.
-inline void save(const std::string& directory, const std::string& tag, const std::vector<Piece>& pieces) {
+inline void save(const std::string& directory, const std::string& tag, const std::vector<Piece>& pieces,
+                 const Manifest& manifest = {}) {
   write_rank(directory, tag, 0, pieces, "{}");
-  commit(directory, tag, Manifest{}, true);
+  commit(directory, tag, manifest, true);
 }
 
 /// Bit for bit, so that NaN equals itself and -0 differs from 0.

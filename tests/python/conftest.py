@@ -371,12 +371,6 @@ def own_numbers(request):
 
 
 @pytest.fixture(autouse=True)
-def _own_numbers(request):
-    """A case draws the same numbers in every run, whichever cases ran before it in the process."""
-    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
-
-
-@pytest.fixture(autouse=True)
 def _few_threads():
     """Ranks as threads share the machine: one torch thread each."""
     before = torch.get_num_threads()

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs `deeptide checkpoint export` for the layouts that torch writes: folder out format tag."""
+"""Runs `deeptide checkpoint export` for the layout that torch writes: folder out format tag."""
 
 import os
 import sys

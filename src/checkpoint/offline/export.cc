@@ -1,14 +1,16 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Exports weights: chooses files, writes them, then the index.
+// Exports weights, as files and their index, or with optimizer states in DeepSpeed's universal layout.
 #include <algorithm>
 #include <cstdio>
+#include <filesystem>
 
 #include "base/libraries/nlohmann.h"
 #include "checkpoint/format/file_io.h"
 #include "checkpoint/format/json_field.h"
 #include "checkpoint/offline/writers/file_writer.h"
 #include "deeptide/checkpoint.h"
+#include "deeptide/hyperparameters.h"
 
 namespace deeptide {
 
@@ -51,10 +53,49 @@ void remove_former(const std::string& folder, const Naming& naming, const std::v
   }
 }
 
+std::vector<std::string> export_universal(const CheckpointReader& reader, const std::string& folder,
+                                          const ExportOptions& options, const CheckpointProgress& progress) {
+  if (!options.dtype.empty() || options.exclude_frozen) {
+    throw ConfigError("export: universal holds what was saved; give no dtype and no exclude_frozen");
+  }
+  const std::string tag = std::filesystem::path(reader.folder() + "/").parent_path().filename().string();
+  const std::string growing = folder + "/" + tag + ".tmp";
+  checkpoint::remove_quietly(growing);
+  try {
+    checkpoint::write_universal_folder(reader, growing, progress);
+  } catch (...) {
+    checkpoint::remove_quietly(growing);
+    throw;
+  }
+  const std::string former = checkpoint::replace_folder(growing, folder + "/" + tag);
+  if (!former.empty()) checkpoint::remove_quietly(former);
+  for (const char* latest : {"latest_universal", "latest"}) checkpoint::write_text(folder + "/" + latest, tag);
+  checkpoint::sync_folder(folder);
+  return {tag, "latest_universal"};
+}
+
 }  // namespace
+
+std::string param_groups_json(const CheckpointReader& reader) {
+  const auto state = read_json(reader.state_json());
+  const OptimizerInfo* optimizer = find_optimizer(state.value("optimizer", ""));
+  auto groups = nlohmann::json::array();
+  for (const auto& saved : state.value("groups", nlohmann::json::array())) {
+    auto group = nlohmann::json::object();
+    for (const HyperparameterInfo& number :
+         optimizer ? optimizer->hyperparameters : std::vector<HyperparameterInfo>{}) {
+      if (!saved.contains(number.name)) continue;
+      auto& value = group[number.group_key];
+      number.element < 0 ? void(value = saved[number.name]) : value.push_back(saved[number.name]);
+    }
+    groups.push_back(std::move(group));
+  }
+  return checkpoint::dump_text(groups);
+}
 
 std::vector<std::string> export_checkpoint(const CheckpointReader& reader, const std::string& folder,
                                            const ExportOptions& options, const CheckpointProgress& progress) {
+  if (options.format == ExportFormat::universal) return export_universal(reader, folder, options, progress);
   const bool safe = options.format == ExportFormat::safetensors;
   const Naming naming = safe ? Naming{"model", ".safetensors"} : Naming{"pytorch_model", ".bin"};
   const auto items = checkpoint::select(reader, options.dtype, options.exclude_frozen);

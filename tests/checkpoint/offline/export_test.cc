@@ -99,6 +99,63 @@ TEST(Export, ReadsSizesAsHuggingFaceWritesThem) {
   }
 }
 
+/// Two trained parameters, one frozen, a buffer; after a step that was skipped.
+void save_trained(const Scratch& scratch) {
+  const Tensor one = at::arange(1000, at::kFloat).div(3), other = at::arange(600, at::kFloat).mul(-7);
+  const nlohmann::json state{{"optimizer", "AdamW"},
+                             {"groups", {{{"lr", 0.1}, {"beta1", 0.9}, {"beta2", 0.95}}}},
+                             {"global_steps", 7},
+                             {"skipped_steps", 1},
+                             {"optimizer_steps", 6}};
+  save(scratch.path(), "one",
+       {whole("a", "master", one), whole("a", "param", one.to(at::kBFloat16)), whole("a", "exp_avg", one.add(1)),
+        whole("a", "exp_avg_sq", one.add(2)), whole("b", "param", at::full({10}, 2.5, at::kFloat)),
+        whole("c", "master", other), whole("c", "param", other.to(at::kBFloat16)), whole("c", "exp_avg", other.add(1)),
+        whole("c", "exp_avg_sq", other.add(2)), whole("mask", "buffer", at::ones({3}, at::kBool))},
+       {.state_json = state.dump(),
+        .client_state_json = R"({"epoch": -3, "seed": 1e300, "text": "ü", "big": 6000000000})"});
+}
+
+TEST(Export, WritesAUniversalFolderThatImportReads) {
+  const Scratch scratch;
+  save_trained(scratch);
+  const CheckpointReader reader(scratch.path());
+  EXPECT_EQ(param_groups_json(reader), R"([{"betas":[0.9,0.95],"lr":0.1}])");
+  const ExportOptions universal{.format = ExportFormat::universal};
+  const std::vector<std::string> names{"one", "latest_universal"};
+  EXPECT_EQ(export_checkpoint(reader, scratch / "out", universal), names);
+  EXPECT_EQ(export_checkpoint(reader, scratch / "out", universal), names);  // over the former one
+  import_checkpoint(scratch / "out", scratch / "back");
+  const CheckpointReader back(scratch / "back");
+  EXPECT_EQ(back.global_steps(), reader.global_steps());
+  EXPECT_EQ(nlohmann::json::parse(back.state_json())["global_steps"], 7);
+  EXPECT_EQ(nlohmann::json::parse(back.state_json())["optimizer_steps"], 6);
+  auto client_state = nlohmann::json::parse(back.client_state_json());
+  client_state.erase("__deeptide__");  // where it came from
+  EXPECT_EQ(client_state, nlohmann::json::parse(reader.client_state_json()));
+  for (const CheckpointTensor& tensor : reader.tensors()) {
+    if (tensor.dtype == "BF16") continue;  // the copy that computed is made of the master
+    EXPECT_TRUE(same_bits(back.read(back.find(tensor.name, tensor.role)), reader.read(tensor))) << tensor.name;
+  }
+  EXPECT_THROW(export_checkpoint(reader, scratch / "out", {.format = ExportFormat::universal, .dtype = "bf16"}),
+               ConfigError);
+}
+
+TEST(Export, LeavesAFormerUniversalFolderWholeWhereItFails) {
+  const Scratch scratch;
+  save_trained(scratch);
+  const CheckpointReader reader(scratch.path());
+  const ExportOptions universal{.format = ExportFormat::universal};
+  export_checkpoint(reader, scratch / "out", universal);
+  refuse_with([](const char* action, const std::string& path) {
+    return std::string(action) == "flush" && path.ends_with("optimizer_state.pt") ? ENOSPC : 0;
+  });
+  EXPECT_THROW(export_checkpoint(reader, scratch / "out", universal), CheckpointError);
+  refuse_with(nullptr);
+  EXPECT_EQ(list_folder(scratch / "out").size(), 3);  // no part of the second
+  import_checkpoint(scratch / "out", scratch / "back");
+}
+
 TEST(Export, RefusesWhatItCannotWrite) {
   const Scratch scratch;
   save(scratch.path(), "one", {whole("odd", "param", at::zeros({2}, at::kUInt16))});

@@ -57,7 +57,7 @@ def write_torch(folder):
 MEASURE = """
 import sys, torch, deeptide
 from deeptide import checkpoint
-import deeptide._commands.export_layouts, torch.distributed.checkpoint
+import deeptide._commands.export_dcp, torch.distributed.checkpoint
 
 def memory(key):
     with open("/proc/self/status") as status:

@@ -34,6 +34,7 @@ _STUBTEST_ALLOWS = r"""
 # Parts of _C's stub, which is one module
 deeptide\._C_(checkpoint|curriculum|deferred|layers|memory|parallel|reports)
 # functools.cache: its type has lost the parameters that inspect still finds
+deeptide\._process\.operators\.share_operators
 deeptide\._optimizers\.groups\.(_table_of|keys_of)
 deeptide\._model\.compiled\.(_say_once|_serve_compiled_graphs)
 deeptide\.tensor\.positions\._derived
@@ -50,7 +51,7 @@ deeptide\.as_deepspeed\.config\.values\.get_\w+
 # mypy takes another's decorated function for a variable
 deeptide\.as_deepspeed\.helpers\.flat\.LinearFunctionForZeroStage3\.apply
 # A base of torch under another name
-deeptide\._commands\.export_layouts\._ReadLater
+deeptide\._commands\.export_dcp\._ReadLater
 # A class inside a function
 deeptide\._model\.compiled\.PieceCompiler@\d+
 # enum gives its classes a __new__ of its own

@@ -5,7 +5,9 @@
 
 #include <string>
 
+#include "checkpoint/offline/writers/pickle_writer.h"
 #include "checkpoint/offline/writers/selection.h"
+#include "checkpoint/offline/writers/torch_file.h"
 
 namespace deeptide::checkpoint {
 
@@ -28,7 +30,17 @@ class Meter {
 /// CheckpointError.
 void write_safetensors_file(const CheckpointReader& reader, const ExportFile& items, const std::string& path,
                             Meter& meter);
-/// A dict of tensors as torch.save writes it: a zip of a pickle and of one record per tensor, aligned to 64 bytes.
+/// A dict of tensors as torch.save writes it.
 void write_torch_file(const CheckpointReader& reader, const ExportFile& items, const std::string& path, Meter& meter);
+/// Likewise DeepSpeed's universal layout: the folder `folder`, made anew, for weights, moments, hyper-parameters and
+/// counters. Frozen weights lie in the module's state, as buffers do.
+void write_universal_folder(const CheckpointReader& reader, const std::string& folder,
+                            const CheckpointProgress& progress);
+
+/// The parts of a torch file: what tells of an item, or of several as a dict by name, and their elements. Errors:
+/// CheckpointError for a type that torch has no storage for.
+void pickle_tensor(const ExportItem& item, const std::string& path, PickleWriter& pickle);
+void pickle_tensors(const ExportFile& items, const std::string& path, PickleWriter& pickle);
+void append_tensors(const CheckpointReader& reader, const ExportFile& items, TorchArchive& archive, Meter& meter);
 
 }  // namespace deeptide::checkpoint

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Runs `deeptide checkpoint export`: here, or in Python for layouts that torch itself writes.
+// Runs `deeptide checkpoint export`: here, or in Python for the layout that torch itself writes.
 #include <CLI/CLI.hpp>
 #include <cstdio>
 #include <map>
@@ -12,6 +12,13 @@
 #include "launch/system/command_line.h"
 
 namespace deeptide::launch {
+namespace {
+
+const std::map<std::string, ExportFormat> kFormats{{"safetensors", ExportFormat::safetensors},
+                                                   {"state_dict", ExportFormat::state_dict},
+                                                   {"universal", ExportFormat::universal}};
+
+}  // namespace
 
 int run_checkpoint_export(const Arguments& arguments) {
   CLI::App app("Writes a checkpoint for other programs, tensor by tensor.", "deeptide checkpoint export");
@@ -22,7 +29,7 @@ int run_checkpoint_export(const Arguments& arguments) {
   app.add_option("-t,--tag", tag, "Tag of the checkpoint; the latest without one");
   app.add_option("-f,--format", format,
                  "safetensors (Transformers), state_dict (torch.load), universal (DeepSpeed), dcp (torch's distributed "
-                 "checkpoint); the last two hold optimizer states as well and need torch")
+                 "checkpoint); the last two hold optimizer states as well, the last needs torch")
       ->check(CLI::IsMember({"safetensors", "state_dict", "universal", "dcp"}))
       ->option_text("NAME=safetensors");
   app.add_option("--dtype", options.dtype, "fp32, bf16 or fp16; as saved without it")
@@ -31,8 +38,13 @@ int run_checkpoint_export(const Arguments& arguments) {
       ->option_text("SIZE=5GB");
   app.add_flag("--exclude_frozen", options.exclude_frozen, "Leave out parameters that were not trained");
   if (const auto code = parse_arguments(app, arguments)) return *code;
-  if (format == "universal" || format == "dcp") become_module("deeptide._commands.export", {folder, out, format, tag});
-  options.format = format == "safetensors" ? ExportFormat::safetensors : ExportFormat::state_dict;
+  if (format == "dcp") {
+    if (!options.dtype.empty() || options.exclude_frozen) {
+      throw ConfigError("export: dcp holds what was saved; give no --dtype and no --exclude_frozen");
+    }
+    become_module("deeptide._commands.export", {folder, out, format, tag});
+  }
+  options.format = kFormats.at(format);
   for (const std::string& name :
        export_checkpoint(CheckpointReader(folder, tag), out, options, progress_bar("export"))) {
     std::printf("%s/%s\n", out.c_str(), name.c_str());

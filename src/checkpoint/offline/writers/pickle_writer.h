@@ -1,0 +1,52 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Writes values and tensors as torch.save pickles them.
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "base/libraries/nlohmann.h"
+
+namespace deeptide::checkpoint {
+
+/// One value, in protocol 2. Each call adds a value, or a key of the innermost dict before its value. Tensors are told
+/// of alone: their elements are records of the archive, numbered in the order of calls.
+/// Source: CPython's Lib/pickletools.py; torch.serialization's persistent ids.
+class PickleWriter {
+ public:
+  PickleWriter() : text_("\x80\x02", 2) {}
+
+  void begin_dict() { text_ += "}("; }
+  void end_dict() { text_ += 'u'; }
+  void begin_list() { text_ += "]("; }
+  void end_list() { text_ += 'e'; }
+  void text(const std::string& value);
+  void integer(int64_t value);
+  /// Objects as dicts, arrays as lists.
+  void json(const nlohmann::json& value);
+  /// An array as a tuple.
+  void tuple(const nlohmann::json& values);
+  /// A torch.Size.
+  void size(const std::vector<int64_t>& shape);
+  /// A contiguous tensor on the CPU that requires no gradient. False, and nothing is added, where torch has no storage
+  /// of this type.
+  [[nodiscard]] bool tensor(const std::vector<int64_t>& shape, c10::ScalarType dtype);
+
+  /// The pickle, whole.
+  std::string finish() { return text_ + '.'; }
+
+ private:
+  void global(const char* module, const char* name);
+  void real(double value);
+  void integers(const std::vector<int64_t>& values);
+  void little(uint64_t value, int bytes);
+
+  std::string text_;
+  int64_t num_tensors_ = 0;
+};
+
+}  // namespace deeptide::checkpoint
