@@ -191,7 +191,7 @@ install_torch() {
     # shellcheck disable=SC2086  # words with pip's options
     $pip install --no-compile $TORCH_SPEC  # Python compiles what is imported, a tenth of it, as it is imported
   fi
-  "$VENV/bin/python" -c 'import torch' || { say "torch does not load"; exit 1; }
+  "$VENV/bin/python" -W ignore -c 'import torch' || { say "torch does not load"; exit 1; }
   echo "torch==$(torch_version)" >"$VENV/torch-constraint.txt"
 }
 
