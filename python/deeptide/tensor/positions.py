@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from deeptide.pipeline.passing.elsewhere import Elsewhere
 from deeptide.tensor.entry import known_as
+from deeptide.tensor.leaving import note_heads, note_part
 from deeptide.tensor.sequence import cut_sequence, joined_sequence
 from deeptide.tensor.team import Team
 
@@ -33,6 +34,7 @@ class Positions:
     def __init__(self, team: Team, chain: str) -> None:
         self.team, self._chain = team, chain
         self._length = 0  # of the last forward's activations
+        self._ended = 0, 0  # what the last forward's have at the chain's end, with padding and without
         self._wholes = WeakTensorKeyDictionary()  # by a rank's positions, as long as they live
 
     def begin(self, x: torch.Tensor, must_divide: bool) -> torch.Tensor:
@@ -50,7 +52,15 @@ class Positions:
 
     def end(self, x: torch.Tensor) -> torch.Tensor:
         """All positions of what each rank has a part of, for what all ranks compute alike."""
-        return self._trimmed(joined_sequence(x, self.team))
+        joined = joined_sequence(x, self.team)
+        trimmed = self._trimmed(joined)
+        self._ended = joined.shape[1], trimmed.shape[1]
+        return trimmed
+
+    def may_be_part(self, x: torch.Tensor) -> bool:
+        """Whether x is as long as a rank's positions of what left the chain last."""
+        padded, length = self._ended
+        return x.dim() >= 3 and x.shape[1] * self.team.size == padded and x.shape[1] != length
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """The same within a block, once for all that take x: layers that ranks share send one sum back to the parts."""
@@ -147,7 +157,10 @@ def _forward_of_block(self: Any, name: str, call: Callable[..., Any], args: Any,
         must_divide = self.training or torch.is_grad_enabled() or is_staged
         args, kwargs = _with_first(name, args, kwargs, lambda x: positions.begin(x, must_divide))
     output = call(self, *args, **kwargs)
-    return _with_first_output(self, output, positions.end) if self.tensor_ends else output
+    if self.tensor_ends:
+        return _with_first_output(self, output, positions.end)
+    note_part(output[0] if type(output) in (tuple, list) and output else output, positions.end)
+    return output
 
 
 def _forward_of_region(self: Any, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -155,6 +168,10 @@ def _forward_of_region(self: Any, name: str, call: Callable[..., Any], args: Any
     args, kwargs = _with_first(name, args, kwargs, positions.whole)
     output = call(self, *args, **kwargs)
     return _with_first_output(self, output, positions.own) if self.tensor_is_closed else output
+
+
+def _forward_of_attention(self: Any, _: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return note_heads(call(self, *args, **kwargs), self.tensor_team)
 
 
 @functools.cache
@@ -191,6 +208,12 @@ def as_region(module: Any, positions: Positions, is_closed: bool) -> None:
     """Gives a module within a block all positions of its first argument. is_closed: it returns all of them too."""
     module.tensor_positions, module.tensor_is_closed = positions, is_closed
     _derive(module, _forward_of_region)
+
+
+def as_attention(module: Any, team: Team) -> None:
+    """Lets the weights that attention returns leave the model with all heads, of which the rank has a part."""
+    module.tensor_team = team
+    _derive(module, _forward_of_attention)
 
 
 def as_own_dropout(module: nn.Module, team: Team) -> None:

@@ -143,7 +143,7 @@ class Skips:
                 return self._theirs(label, tensor, given)
             return self._ours(label, tensor, given)
 
-        return _mapped(output, f"{path}#{self._block}.{call}", seen)
+        return mapped(output, f"{path}#{self._block}.{call}", seen)
 
     def _ours(self, label: str, tensor: torch.Tensor, given: Any) -> torch.Tensor:
         if label in self._wanted.get(self._kind, ()) and label not in self.received:
@@ -247,18 +247,18 @@ def _are_alike(one: list[int | None], other: list[int | None]) -> bool:
     return all(a == b or a is None or b is None for a, b in zip(one, other, strict=True))
 
 
-def _mapped(tree: Any, label: str, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Any:
+def mapped(tree: Any, label: str, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Any:
     """The same with each tensor changed, by the keys that lead to it; the same object where none was."""
     if isinstance(tree, torch.Tensor):
         return change(label, tree)
     if isinstance(tree, dict):
         for key, item in list(tree.items()):
-            made = _mapped(item, f"{label}.{key}", change)
+            made = mapped(item, f"{label}.{key}", change)
             if made is not item:
                 tree[key] = made
         return tree
     if isinstance(tree, (tuple, list)):
-        items = [_mapped(item, f"{label}.{number}", change) for number, item in enumerate(tree)]
+        items = [mapped(item, f"{label}.{number}", change) for number, item in enumerate(tree)]
         if any(made is not item for made, item in zip(items, tree, strict=True)):
             return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     return tree

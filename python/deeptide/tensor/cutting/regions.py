@@ -22,6 +22,7 @@ from deeptide.tensor.cutting.adapters import is_adapters, layer_named
 from deeptide.tensor.cutting.plans import ADDING, COLUMN, EXPERTS, LATENT, ROW, VOCABULARY, Plan
 from deeptide.tensor.cutting.slices import as_adding
 from deeptide.tensor.layers import is_linear
+from deeptide.tensor.leaving import join_outputs_around
 from deeptide.tensor.positions import Positions, as_block, as_own_dropout, as_region
 from deeptide.tensor.team import Team
 
@@ -53,13 +54,14 @@ class Chain:
             as_own_dropout(modules[path], team)
         for path in self.blocks:
             as_block(modules[path], positions, path == self.blocks[0], path == self.blocks[-1])
+        join_outputs_around(model, self.path, positions)
 
 
 def chains_of(model: nn.Module, plan: Plan) -> list[Chain]:
     """The chains of blocks between which positions can be cut. Errors: ConfigError if there are none, or by name."""
     _check(model)
     modules = dict(model.named_modules(remove_duplicate=False))
-    containers = dict.fromkeys(path for path in (_container_of(cut, modules) for cut in plan) if path is not None)
+    containers = dict.fromkeys(path for path in (container_of(cut, modules) for cut in plan) if path is not None)
     found = []
     for path in containers:
         blocks = [f"{path}.{name}" if path else name for name, _ in modules[path].named_children()]
@@ -93,7 +95,7 @@ def _check(model: nn.Module) -> None:
             )
 
 
-def _container_of(path: str, modules: dict[str, nn.Module]) -> str | None:
+def container_of(path: str, modules: dict[str, nn.Module]) -> str | None:
     """The outermost container around a layer whose children are numbered."""
     words = path.split(".")
     for at, word in enumerate(words):

@@ -13,7 +13,7 @@ from deeptide import _C
 from deeptide._C import ConfigError
 from deeptide._process.log import say
 from deeptide.tensor.cutting import check as checks
-from deeptide.tensor.cutting.adapters import with_adapters
+from deeptide.tensor.cutting.adapters import is_adapters, layer_named, with_adapters
 from deeptide.tensor.cutting.plans import (
     ADDING,
     COLUMN,
@@ -28,7 +28,7 @@ from deeptide.tensor.cutting.plans import (
     own_plan,
     plan_of_specs,
 )
-from deeptide.tensor.cutting.regions import chains_of, whole_parameters
+from deeptide.tensor.cutting.regions import chains_of, container_of, whole_parameters
 from deeptide.tensor.cutting.rule import adapt_sizes, rule_plan
 from deeptide.tensor.cutting.slices import as_adding
 from deeptide.tensor.experts import as_sliced_experts, divides
@@ -42,7 +42,9 @@ from deeptide.tensor.layers import (
     heads_table,
     is_linear,
 )
+from deeptide.tensor.leaving import join_outputs_around
 from deeptide.tensor.losses import CausalLoss
+from deeptide.tensor.positions import as_attention
 from deeptide.tensor.team import Team, team_of
 
 _HEADS = ("num_attention_heads", "num_key_value_heads", "n_head")
@@ -201,7 +203,20 @@ def _apply(model: nn.Module, plan: Plan, team: Team) -> None:
             as_vocabulary(module, team)
         else:
             as_adding(module, team)
+    _join_heads(model, plan, team)
     _compute_loss_in_parts(model, plan, team)
+
+
+def _join_heads(model: nn.Module, plan: Plan, team: Team) -> None:
+    """Attention's weights are of each rank's heads, and leave the model whole if the program asks for them."""
+    modules = dict(model.named_modules())
+    columns = [path for path, cut in plan.items() if cut.kind == COLUMN and not cut.meets_whole]
+    owners = dict.fromkeys(layer_named(path).rpartition(".")[0] for path in columns if not is_adapters(path))
+    for path in owners:
+        if "Attention" in type(modules[path]).__name__:
+            as_attention(modules[path], team)
+            container = container_of(path, modules)
+            join_outputs_around(model, path if container is None else container)
 
 
 def _compute_loss_in_parts(model: Any, plan: Plan, team: Team) -> None:
