@@ -41,6 +41,12 @@ SliceRows rows_of(const TensorSlice& slice, at::IntArrayRef local, int index, in
   return rows;
 }
 
+int64_t numel_before_padding(const TensorSlice& slice, at::IntArrayRef local, const comm::Team& team) {
+  const SliceRows rows = rows_of(slice, local, team.index(), team.size());
+  const int64_t numel = product(local);
+  return rows.here == numel && rows.bands.size() == 1 ? rows.bands[0].width : numel;
+}
+
 std::vector<int64_t> whole_shape(const TensorSlice& slice, at::IntArrayRef local) {
   std::vector<int64_t> shape = local.vec();
   shape[static_cast<size_t>(slice.dim)] = std::accumulate(slice.blocks.begin(), slice.blocks.end(), int64_t{0});

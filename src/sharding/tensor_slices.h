@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "comm/team.h"
 #include "deeptide/tensor_slice.h"
 
 namespace deeptide::sharding {
@@ -27,6 +28,9 @@ struct SliceRows {
 
 /// `local`: the slice's shape; `index`: the rank's, of `ranks`.
 SliceRows rows_of(const TensorSlice& slice, at::IntArrayRef local, int index, int ranks);
+
+/// How many elements a rank has before those that fill up the last slices along dimension 0 of one block.
+int64_t numel_before_padding(const TensorSlice& slice, at::IntArrayRef local, const comm::Team& team);
 
 /// The shape of the parameter of which `local` is a rank's slice.
 std::vector<int64_t> whole_shape(const TensorSlice& slice, at::IntArrayRef local);

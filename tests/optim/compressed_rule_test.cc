@@ -91,12 +91,12 @@ TEST(CompressedNormRule, TakesStatesAsItsDefinitionInDoublesSays) {
         const auto near = [&](double value, const Tensor& expected) {
           EXPECT_NEAR(value, expected.item<double>(), 2e-5 * expected.item<double>()) << numel;
         };
-        near(sums.factor(), (root / (moved.sqrt() + eps)).max());
+        near(sums.totals().factor, (root / (moved.sqrt() + eps)).max());
         near(sums.direction.total(), direction.square().sum());
         near(sums.update.total(), update.square().sum());
         ASSERT_TRUE(at::equal(plain.states[0], mean));
         ASSERT_TRUE(at::allclose(plain.states[2], segment.states[2], 1e-5, 1e-6)) << numel;
-        near(plain_sums.factor(), (root / (moved.sqrt() + eps)).max());
+        near(plain_sums.totals().factor, (root / (moved.sqrt() + eps)).max());
         near(plain_sums.direction.total(), direction.square().sum());
         near(plain_sums.update.total(), update.square().sum());
       }
@@ -118,7 +118,7 @@ TEST(CompressedNormRule, IsBitEqualHoweverAParameterIsCut) {
     rule.take_states(narrow(cut, begin, length), hyper, numbers, mean.narrow(0, begin, length), begin, pieces);
   }
   EXPECT_TRUE(same_bits(whole, cut));
-  EXPECT_EQ(sums.factor(), pieces.factor());
+  EXPECT_EQ(sums.totals().factor, pieces.totals().factor);
   EXPECT_EQ(sums.direction.total(), pieces.direction.total());
   EXPECT_EQ(sums.update.total(), pieces.update.total());
 }
@@ -128,9 +128,7 @@ TEST(CompressedNormRule, MovesItsFactorWithinItsBounds) {
   Hyperparameters hyper(rule.info());
   hyper.set("factor_threshold", 0.1).set("factor_min", 0.5).set("factor_max", 1.2);
   std::vector<double> numbers{2.0, 1.0, 0.0};
-  TakenSums far(1), little(1);
-  far.note_factor(100.0f);
-  little.note_factor(0.001f);
+  const TakenTotals far{.factor = 100.0}, little{.factor = 0.001};
   EXPECT_DOUBLE_EQ(rule.taken_ratio(far, hyper, numbers), 2.0 * 1.1);
   EXPECT_DOUBLE_EQ(rule.taken_ratio(far, hyper, numbers), 2.0 * 1.2);
   EXPECT_DOUBLE_EQ(rule.taken_ratio(little, hyper, numbers), 2.0 * 1.2 * 0.9);

@@ -89,8 +89,8 @@ def _asks_for_teams(config: Config) -> bool:
 
 def _mpu_of(model: torch.nn.Module, world: World) -> object:
     """That of a PipelineModule whose topology has ranks that share layers; else None."""
-    pipelines = sys.modules.get("deeptide.pipeline.module")
-    if pipelines is None or not isinstance(model, pipelines.PipelineModule) or not model.shares_layers():
+    kind = getattr(sys.modules.get("deeptide.pipeline.module"), "PipelineModule", ())  # another thread may import it
+    if not isinstance(model, kind) or not model.shares_layers():
         return None
     from deeptide.tensor.mpu import OfTopology
 

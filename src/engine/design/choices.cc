@@ -20,6 +20,10 @@ std::shared_ptr<const optim::Rule> rule_of(const Config& config, const InitOptio
 
 bool keeps_whole_states(const optim::Rule* rule) { return rule && rule->compressed(); }
 
+bool joins_slices(const optim::Rule* rule) {
+  return rule && (rule->matrices() || (rule->compressed() && rule->norms()));
+}
+
 bool is_callers(const optim::Rule* rule) { return rule && rule->is_callers(); }
 
 bool steps_elements(const optim::Rule& rule) {

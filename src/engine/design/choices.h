@@ -20,6 +20,8 @@ inline constexpr int kGradientBlocks = 6;
 std::shared_ptr<const optim::Rule> rule_of(const Config& config, const InitOptions& options);
 /// Whether each rank steps whole parameters with states of its own, and exchanges signs. Null: no.
 bool keeps_whole_states(const optim::Rule* rule);
+/// Whether its steps take what the ranks that share a parameter have of it, beside the norms of gradients' steps.
+bool joins_slices(const optim::Rule* rule);
 /// Whether the caller's own optimizer steps. Null: no.
 bool is_callers(const optim::Rule* rule);
 /// Whether the rule steps each element by itself, with states of it alone.

@@ -464,7 +464,7 @@ std::vector<ChannelRow> Design::channels() const {
     add(row.place.reduce_over, Purpose::gathers);  // what replicas take from each other
     add(row.place.reduce_over, Purpose::reductions);
     add(row.place.shard_over, Purpose::reductions);  // what a step publishes, and whole sums at stage 0
-    if (rule && rule->matrices() && row.place.cut_over) add(*row.place.cut_over, Purpose::reductions);
+    if (joins_slices(rule.get()) && row.place.cut_over) add(*row.place.cut_over, Purpose::reductions);
   }
   return rows;
 }

@@ -149,10 +149,7 @@ void refuse_tenancies(const Config& config, const Topology& topology, const opti
   const std::string subject = "units on axes of their own do not go with ";
   const std::string optimizer = subject + (rule ? rule->name() : "");
   const RuntimeConfig& runtime = config.runtime();
-  const bool takes_norms = keeps_whole_states(rule) && rule->compressed()->by_norms();
-  check(config, {{takes_norms, optimizer + ", whose steps by signs take norms of whole parameters; ",
-                  "choose OneBitAdam or ZeroOneAdam"},
-                 {keeps_whole_states(rule) && (has_experts || has_copies),
+  check(config, {{keeps_whole_states(rule) && (has_experts || has_copies),
                   optimizer + ", whose ranks exchange signs, yet; ", "choose another optimizer"},
                  {is_callers(rule) && steps_whole, optimizer + ", your own, which steps whole parameters; ",
                   "choose one that steps each element by itself, or name one of deeptide's in the configuration"},

@@ -89,9 +89,9 @@ void CompressedElementRule::take_reference(const Segment& segment, const Hyperpa
   if (segment.param.defined()) segment.param.copy_(segment.master);
 }
 
-float TakenSums::factor() const {
+TakenTotals TakenSums::totals() const {
   const std::lock_guard lock(mutex_);
-  return factor_;
+  return {direction.total(), update.total(), factor_};
 }
 
 void TakenSums::note_factor(float of_some) {

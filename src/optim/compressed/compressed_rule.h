@@ -67,16 +67,22 @@ class CompressedElementRule : public CompressedRule {
                          const at::Tensor& mean) const = 0;
 };
 
+/// Over a whole parameter: squares before and after the weight decay, and the largest quotient of the frozen and the
+/// moving denominator.
+struct TakenTotals {
+  double direction = 0.0, update = 0.0, factor = 0.0;
+};
+
 /// The sums over a range of elements that a step by signs needs of a whole parameter.
 class TakenSums {
  public:
   explicit TakenSums(int64_t numel) : direction(numel), update(numel) {}
 
-  /// The largest quotient of the frozen and the moving denominator so far. Thread-safe, as is note_factor.
-  float factor() const;
+  /// Thread-safe, as is note_factor.
+  TakenTotals totals() const;
   void note_factor(float of_some);
 
-  numerics::PieceSquares direction, update;  // before and after the weight decay
+  numerics::PieceSquares direction, update;
 
  private:
   mutable std::mutex mutex_;
@@ -94,7 +100,8 @@ class CompressedNormRule : public CompressedRule, public NormRule {
   void take_states_reference(const Segment& segment, const Hyperparameters& hyper, std::span<const double> numbers,
                              const at::Tensor& mean, int64_t first, TakenSums& sums) const;
   /// The ratio for `apply`; moves the parameter's numbers.
-  virtual double taken_ratio(const TakenSums& sums, const Hyperparameters& hyper, std::span<double> numbers) const = 0;
+  virtual double taken_ratio(const TakenTotals& whole, const Hyperparameters& hyper,
+                             std::span<double> numbers) const = 0;
 
  private:
   virtual void take_states_cpu(const Segment& segment, const Hyperparameters& hyper, std::span<const double> numbers,

@@ -124,11 +124,11 @@ class OneBitLamb final : public CompressedNormRule {
   }
 
   /// A parameter whose ratio was 1 throughout keeps 1.
-  double taken_ratio(const TakenSums& sums, const Hyperparameters& hyper, std::span<double> numbers) const override {
-    double factor = sums.factor();
-    const double update = std::sqrt(sums.update.total());
+  double taken_ratio(const TakenTotals& whole, const Hyperparameters& hyper, std::span<double> numbers) const override {
+    double factor = whole.factor;
+    const double update = std::sqrt(whole.update);
     if (hyper[weight_decay_] > 0.0 && update > 0.0) {
-      const double share = std::min(1.0, std::sqrt(sums.direction.total()) / update);
+      const double share = std::min(1.0, std::sqrt(whole.direction) / update);
       factor = factor * share + (1.0 - share);
     }
     const double last = numbers[kFactor], threshold = hyper[factor_threshold_];

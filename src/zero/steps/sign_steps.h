@@ -22,10 +22,20 @@ class SignSteps {
 
  private:
   void take_mean(const UnitPass& pass, const Run& run, const at::Tensor& mean);
+  void measure(const UnitPass& pass, const Run& run, const at::Tensor& mean);
+  void join_slices();
+  void apply(const StepInput& input);
 
   const StepTools& tools_;
   const optim::CompressedRule& rule_;
   SignExchange exchange_;
+  /// One parameter in a step of a rule that takes norms.
+  struct Measured {
+    int unit;
+    Run run;
+    optim::TakenTotals totals;
+  };
+  std::vector<Measured> measured_;
 };
 
 }  // namespace deeptide::zero
