@@ -19,6 +19,8 @@
 
 namespace deeptide {
 
+class Engine;
+
 /// The range of a layer's inputs, a moving average while training. A checkpoint keeps it.
 class DEEPTIDE_API ActivationRangeImpl : public torch::nn::Module {
  public:
@@ -63,7 +65,7 @@ class DEEPTIDE_API CompressedConv2dImpl : public torch::nn::Conv2dImpl {
 TORCH_MODULE(CompressedConv2d);
 
 /// The techniques of a model's layers, by the optimizer steps so far. It refers to the model's layers.
-class DEEPTIDE_API Compression {
+class DEEPTIDE_API Compression : public std::enable_shared_from_this<Compression> {
  public:
   ~Compression();
   Compression(const Compression&) = delete;
@@ -72,9 +74,12 @@ class DEEPTIDE_API Compression {
   /// Gives layers the weights of now: call it before each forward, in training and evaluation. `layer->weight` is then
   /// computed from the parameter of that name, to which its gradient goes.
   void before_forward();
-  /// Call it after an optimizer step that was applied.
+  /// Collective. The model's engine keeps the schedule from now on: it shares the first rank's masks, calls step(), and
+  /// its checkpoints save and load the place of the schedule. Errors: ValueError if it keeps another one.
+  void follow(Engine& engine);
+  /// Call it after an optimizer step that was applied, unless an engine does.
   void step();
-  /// Collective, after the engine is made: all ranks prune what the first one does. `broadcast`: Engine::broadcast.
+  /// Collective. All ranks prune what the first one does. `broadcast`: as Engine::broadcast.
   void share_masks(const std::function<void(const at::Tensor&, int)>& broadcast);
   /// Makes compression final: weights are rounded, zeros are written, and where a group names related_modules, rows,
   /// heads or channels are removed, and what belongs to them there. Inputs stay quantised. For a model whose values are
@@ -87,7 +92,7 @@ class DEEPTIDE_API Compression {
   bool take_state(const std::string& client_state_json);
 
  private:
-  friend DEEPTIDE_API std::unique_ptr<Compression> init_compression(torch::nn::Module& model, const Config& config,
+  friend DEEPTIDE_API std::shared_ptr<Compression> init_compression(torch::nn::Module& model, const Config& config,
                                                                     torch::nn::Module* teacher);
   struct Impl;
   explicit Compression(std::unique_ptr<Impl> impl);
@@ -97,7 +102,7 @@ class DEEPTIDE_API Compression {
 /// Gives layers what "compression_training" says, before `initialize`: masks become buffers, and scores of "topk"
 /// parameters, under DeepSpeed's names. A reduction of layers copies the teacher's. Errors: ConfigError naming the key.
 /// Source: DeepSpeed 0.19.6; Q-BERT's MoQ for falling bits.
-DEEPTIDE_API std::unique_ptr<Compression> init_compression(torch::nn::Module& model, const Config& config,
+DEEPTIDE_API std::shared_ptr<Compression> init_compression(torch::nn::Module& model, const Config& config,
                                                            torch::nn::Module* teacher = nullptr);
 
 }  // namespace deeptide

@@ -123,7 +123,7 @@ void Compression::Impl::prepare() {
   }
 }
 
-std::unique_ptr<Compression> init_compression(torch::nn::Module& model, const Config& config,
+std::shared_ptr<Compression> init_compression(torch::nn::Module& model, const Config& config,
                                               torch::nn::Module* teacher) {
   const Json section = compression::section_of(config);
   if (compression::measures_curvature(config)) {
@@ -148,7 +148,7 @@ std::unique_ptr<Compression> init_compression(torch::nn::Module& model, const Co
     if (impl->falling_offset == 0) impl->advance_bits();
   }
   impl->follow();
-  return std::unique_ptr<Compression>(new Compression(std::move(impl)));
+  return std::shared_ptr<Compression>(new Compression(std::move(impl)));
 }
 
 Compression::Compression(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}

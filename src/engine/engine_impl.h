@@ -61,7 +61,7 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   std::string save_checkpoint(const std::string& directory, std::string tag, const std::string& client_state_json,
                               const SaveOptions& options);
   bool has_trained() const;
-  LoadedCheckpoint end_load(const std::string& path, const checkpoint::Reader& reader);
+  LoadedCheckpoint end_load(const std::string& path, const checkpoint::Reader& reader, const LoadOptions& options);
   std::optional<LoadedCheckpoint> load_checkpoint(const std::string& directory, std::string tag,
                                                   const LoadOptions& options);
   std::vector<NamedTensor> module_state_dict(std::optional<int> only_rank);
@@ -202,6 +202,7 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
 struct EngineAccess {
   using Impl = Engine::Impl;
   static const Impl& impl_of(const Engine& engine) { return *engine.impl_; }
+  static Impl& impl_of(Engine& engine) { return *engine.impl_; }
 };
 
 }  // namespace deeptide

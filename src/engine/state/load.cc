@@ -17,6 +17,7 @@
 #include "checkpoint/imports/open_checkpoint.h"
 #include "checkpoint/load/other_folders.h"
 #include "checkpoint/load/reader.h"
+#include "deeptide/compression.h"
 #include "engine/engine_impl.h"
 #include "engine/model/pieces.h"
 #include "engine/model/slices.h"
@@ -450,13 +451,17 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
     boundary->together("restoring the random number generators", [&] { generators.restore(model.device()); });
     stepper->restore(saved, moments, options.lr_scheduler_states);
   }
-  return end_load(directory + "/" + tag, *reader);
+  return end_load(directory + "/" + tag, *reader, options);
 }
 
-LoadedCheckpoint Engine::Impl::end_load(const std::string& path, const checkpoint::Reader& reader) {
+LoadedCheckpoint Engine::Impl::end_load(const std::string& path, const checkpoint::Reader& reader,
+                                        const LoadOptions& options) {
+  const std::string& client_state = reader.manifest().client_state_json;
+  const auto& compression = stepper->compression();
+  if (compression && !options.module_only) compression->take_state(client_state);
   boundary->go_on();
   has_loaded = true;
-  return {path, reader.manifest().client_state_json};
+  return {path, client_state};
 }
 
 /// Prepares what a load leaves as it is: masters follow what the program wrote, counts stay.

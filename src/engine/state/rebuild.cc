@@ -243,6 +243,7 @@ void Engine::rebuild(const ModelDescription& model, const InitOptions& options) 
   if (!same_world.world) same_world.world = impl_->channels.world();
   CarriedState carried = impl_->told("rebuild", [&] { return impl_->carry_state(model, same_world); });
   const engine::Origin before = impl_->origin;
+  const auto compression = impl_->stepper->compression();
   same_world.axes = before.axes;
   InitOptions as_before = same_world;
   as_before.groups = carried.as_before.groups;
@@ -253,10 +254,12 @@ void Engine::rebuild(const ModelDescription& model, const InitOptions& options) 
     impl_ = std::make_unique<Impl>(model, config, same_world);
   } catch (...) {  // on all ranks alike, since they agreed on the model
     impl_ = std::make_unique<Impl>(before.model, config, as_before);
+    impl_->stepper->set_compression(compression);
     impl_->told("rebuild", [&] { impl_->restore_as_before(carried); });
     impl_->reporter.resume(wishes, step);
     throw;
   }
+  impl_->stepper->set_compression(compression);
   impl_->told("rebuild", [&] { impl_->adopt_state(carried); });
   impl_->reporter.resume(wishes, step);
 }

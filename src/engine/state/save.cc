@@ -14,6 +14,7 @@
 #include "checkpoint/save/frozen_files.h"
 #include "checkpoint/save/shard_file.h"
 #include "checkpoint/save/writer.h"
+#include "deeptide/compression.h"
 #include "engine/engine_impl.h"
 #include "engine/model/pieces.h"
 #include "engine/model/slices.h"
@@ -229,7 +230,9 @@ std::string Engine::Impl::save_checkpoint(const std::string& directory, std::str
   }
   if (how.bf16_moments) round_moments(plan.snapshot.pieces);
   if (how.folders.size() > 1) checkpoint::deal_out(plan.snapshot.pieces, static_cast<int>(how.folders.size()));
-  plan.manifest = {checkpoint::kManifestVersion, channels.world().size, write_json(state), client_state_json};
+  const auto& compression = stepper->compression();
+  plan.manifest = {checkpoint::kManifestVersion, channels.world().size, write_json(state),
+                   compression ? compression->add_state(client_state_json) : client_state_json};
   if (how.node_local) plan.manifest = engine::manifest_of_first(channels, std::move(plan.manifest));
   plan.save_latest = options.save_latest;
   plan.retention = {how.keep_last, how.keep_every};

@@ -18,6 +18,7 @@
 #include "base/libraries/format.h"
 #include "base/log.h"
 #include "comm/device_read.h"
+#include "deeptide/compression.h"
 #include "engine/bind/agreement.h"
 #include "engine/step/across_stages.h"
 #include "optim/compressed/compressed_rule.h"
@@ -362,6 +363,7 @@ StepOutcome Stepper::apply(const std::vector<Verdict>& verdicts) {
   if (parts_.arrivals && drift_.is_due(progress.optimizer_steps)) parts_.arrivals->wait_all();
   drifted_ = drift_.check(progress.optimizer_steps);
   outcome.result = StepResult::applied;
+  if (compression_) compression_->step();
   return outcome;
 }
 

@@ -27,6 +27,10 @@
 #include "zero/sharded_optimizer.h"
 #include "zero/states/policy.h"
 
+namespace deeptide {
+class Compression;
+}  // namespace deeptide
+
 namespace deeptide::engine {
 
 /// The parts of the engine that a step uses. The engine outlives the stepper.
@@ -83,6 +87,10 @@ class Stepper {
   /// Counts the engine's own changes of hyper-parameters.
   int64_t hyperparameters_version() const { return hyperparameters_version_; }
 
+  /// The schedule that goes along with applied steps; null: none.
+  const std::shared_ptr<Compression>& compression() const { return compression_; }
+  void set_compression(std::shared_ptr<Compression> compression) { compression_ = std::move(compression); }
+
   /// Adopts a checkpoint's progress. `moments`: with optimizer steps and hyper-parameters; `schedule`: with the
   /// schedule's position.
   void restore(const Progress& saved, bool moments, bool schedule);
@@ -107,6 +115,7 @@ class Stepper {
 
   StepperParts parts_;
   std::unique_ptr<optim::Schedule> schedule_;
+  std::shared_ptr<Compression> compression_;
   std::vector<Hyperparameters> base_hyperparameters_;
   std::optional<bool> boundary_override_;
   int64_t hyperparameters_version_ = 0;

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "engine/models.h"
+#include "errors.h"
 #include "ranks.h"
 
 namespace deeptide::compressed_training {
@@ -45,8 +46,10 @@ struct SmallImpl : torch::nn::Module {
 TORCH_MODULE(Small);
 
 struct Session {
-  Session(const World& world, int stage)
+  /// by_hand: the program moves the schedule, and saves and loads its place.
+  Session(const World& world, int stage, bool by_hand)
       : world(world),
+        by_hand(by_hand),
         config(config_of(stage, 2, 1, false, Ranks::apart).with(kSection)),
         model(make_seeded([] { return Small(); })) {
     make_seeded([&] {
@@ -54,7 +57,11 @@ struct Session {
       return 0;
     });
     engine.emplace(engine_of(*model, world, config));
-    compression->share_masks([this](const Tensor& mask, int source) { engine->broadcast(mask, source); });
+    if (by_hand) {
+      compression->share_masks([this](const Tensor& mask, int source) { engine->broadcast(mask, source); });
+    } else {
+      compression->follow(*engine);
+    }
   }
 
   double step(int64_t number) {
@@ -62,14 +69,26 @@ struct Session {
     compression->before_forward();
     const Tensor loss = model(tokens.narrow(0, 2 * world.rank, 2), targets.narrow(0, 2 * world.rank, 2));
     engine->backward(loss);
-    if (engine->step().applied()) compression->step();
+    if (engine->step().applied() && by_hand) compression->step();
     return loss.item<double>();
   }
 
+  void save(const std::string& folder) {
+    engine->save_checkpoint(folder, "", by_hand ? compression->add_state("{}") : "{}");
+  }
+  void load(const std::string& folder) {
+    const auto loaded = engine->load_checkpoint(folder);
+    ASSERT_TRUE(loaded);
+    if (by_hand) {
+      ASSERT_TRUE(compression->take_state(loaded->client_state_json));
+    }
+  }
+
   World world;
+  bool by_hand;
   Config config;
   Small model;
-  std::unique_ptr<Compression> compression;
+  std::shared_ptr<Compression> compression;
   std::optional<Engine> engine;
 };
 
@@ -85,39 +104,61 @@ void expect_equal(const Results& found, const Results& wanted) {
   for (size_t i = 0; i < wanted.weights.size(); ++i) EXPECT_TRUE(found.weights[i].equal(wanted.weights[i])) << i;
 }
 
-Results trained(int stage, int64_t from, const std::string& folder) {
+Results trained(int stage, int64_t from, const std::string& folder, bool by_hand) {
   Results results;
   run_ranks(2, [&](const World& world) {
-    Session session(world, stage);
-    if (from > 0) {
-      const auto loaded = session.engine->load_checkpoint(folder);
-      ASSERT_TRUE(loaded && session.compression->take_state(loaded->client_state_json));
-    }
+    Session session(world, stage, by_hand);
+    if (from > 0) session.load(folder);
     for (int64_t number = from; number < 7; ++number) {
       const double loss = session.step(number);
       if (world.rank == 0) results.losses.push_back(loss);
-      if (number == 3 && from == 0) session.engine->save_checkpoint(folder, "", session.compression->add_state("{}"));
+      if (number == 3 && from == 0) session.save(folder);
     }
     for (const auto& item : session.engine->module_state_dict(0)) results.weights.push_back(item.tensor);
   });
   return results;
 }
 
-TEST(Compression, TrainsAlikeWhereItIsShardedAndGoesOnWhereItWas) {
+/// A checkpoint of either goes on in the other: the place of the schedule is the same.
+TEST(Compression, TrainsAlikeWhereItIsShardedAndWhoeverMovesItAndGoesOnWhereItWas) {
   const auto folder = std::filesystem::temp_directory_path() / ("deeptide_compression_" + std::to_string(::getpid()));
-  Results whole;
-  for (const int stage : {0, 3}) {
-    const Results straight = trained(stage, 0, folder / std::to_string(stage));
-    if (stage == 0) {
+  std::optional<Results> whole;
+  for (const auto& [stage, by_hand] : {std::pair(0, true), std::pair(0, false), std::pair(3, false)}) {
+    SCOPED_TRACE(std::to_string(stage) + (by_hand ? " by hand" : ""));
+    const std::string saved = folder / (std::to_string(stage) + std::to_string(by_hand));
+    const Results straight = trained(stage, 0, saved, by_hand);
+    if (!whole) {
       whole = straight;
       EXPECT_NE(straight.losses.front(), straight.losses.back());
     }
-    expect_equal(straight, whole);
-    Results resumed = trained(stage, 4, folder / std::to_string(stage));
-    resumed.losses.insert(resumed.losses.begin(), whole.losses.begin(), whole.losses.begin() + 4);
-    expect_equal(resumed, whole);
+    expect_equal(straight, *whole);
+    for (const bool resumed_by_hand : {true, false}) {
+      Results resumed = trained(stage, 4, saved, resumed_by_hand);
+      resumed.losses.insert(resumed.losses.begin(), whole->losses.begin(), whole->losses.begin() + 4);
+      expect_equal(resumed, *whole);
+    }
   }
   std::filesystem::remove_all(folder);
+}
+
+TEST(Compression, IsKeptByARebuiltEngine) {
+  run_ranks(2, [](const World& world) {
+    Session kept(world, 1, false), other(world, 1, false);
+    for (int64_t number = 0; number < 4; ++number) {
+      EXPECT_EQ(kept.step(number), other.step(number));
+      if (number == 1) kept.engine->rebuild(describe(*kept.model));
+    }
+    EXPECT_EQ(kept.compression->add_state("{}"), other.compression->add_state("{}"));
+  });
+}
+
+TEST(Compression, IsOneForAnEngine) {
+  run_ranks(1, [](const World& world) {
+    Session one(world, 0, false), other(world, 0, true);
+    one.compression->follow(*one.engine);
+    EXPECT_NE(error_of([&] { other.compression->follow(*one.engine); }).find("keeps another model's schedule"),
+              std::string::npos);
+  });
 }
 
 }  // namespace
