@@ -64,6 +64,7 @@ class PipelineEngine(Engine):
         self._is_in_step = False  # of the schedule
         outputs = json.loads(_C.config_section(self._config, "parallel"))["pipeline"]["outputs"]
         self._broadcasts = self._stage is not None and outputs == "broadcast"  # what the program gets, to all stages
+        self._check_keeping(by_schedule=isinstance(self._cut, PipelineModule) or self._cut.num_chunks > 1)
         self._connect()
         self._say_if_few()
 
@@ -131,6 +132,16 @@ class PipelineEngine(Engine):
         if name == "interleaved" or (self.num_stages == 1 and name == "zero_bubble"):
             return PipelineSchedule.one_f_one_b  # of one chunk it is the same; one stage has no bubble
         return SCHEDULES[name]
+
+    def _check_keeping(self, by_schedule: bool) -> None:
+        """Errors: ConfigError if gradients are to be shown, where backward and step are one call."""
+        keeps = json.loads(_C.config_section(self._config, "deeptide"))["keep_grad"]
+        if keeps and by_schedule and self.num_stages > 1:
+            raise ConfigError(
+                "train_batch leaves no moment between backward and step, in which deeptide.keep_grad shows gradients; "
+                "call engine(batch), engine.backward(loss) and engine.step() on a plain model that is cut into stages, "
+                "or leave the key out"
+            )
 
     def _live_micro_batches(self) -> int:
         """Those whose activations are alive at once, at most; of chunks, which each keep a part, rounded up."""
@@ -297,6 +308,7 @@ class PipelineEngine(Engine):
         self, data_iter: Iterator[Any] | None = None, loss_fn: _batches.LossFunction | None = None
     ) -> torch.Tensor:
         """Trains as any engine does, over all stages. Under "wall_clock_breakdown", rank 0 tells the step's bubble."""
+        self._check_keeping(by_schedule=True)
         loss = super().train_batch(data_iter, loss_fn)
         is_due = self.global_steps % (self.steps_per_print() or 1) == 0
         if self.wall_clock_breakdown() and is_due and self._times and self.world.rank == 0:

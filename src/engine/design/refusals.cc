@@ -160,10 +160,6 @@ void refuse_tenancies(const Config& config, const Topology& topology, const opti
                  {runtime.drift_interval > 0, subject + "deeptide.drift_interval yet; ", "leave it out"}});
 }
 
-void refuse_stages(const Config& config) {
-  check(config, {{config.runtime().keep_grad, "a pipeline does not go with deeptide.keep_grad yet; ", "leave it out"}});
-}
-
 }  // namespace
 
 void refuse(const Config& config, const ModelFacts& model, const optim::Rule* rule) {
@@ -185,7 +181,6 @@ void refuse(const Config& config, const ModelFacts& model, const optim::Rule* ru
 
 void refuse_axes(const Config& config, const Topology& topology, const optim::Rule* rule, bool steps_whole) {
   if (!topology.tenancies.empty()) refuse_tenancies(config, topology, rule, steps_whole);
-  if (topology.mesh.size(world::Axis::pipe) > 1) refuse_stages(config);
 }
 
 void refuse(const Config& config, const ModelFacts& model, const optim::Rule& rule, const Outcome& outcome) {

@@ -30,6 +30,12 @@ PipelineSchedule chosen_schedule(const Config& config, const PipelineModule& mod
     throw ConfigError(
         "parallel.pipeline.cut is given, and a PipelineModule is cut by its own bounds; leave the key out");
   }
+  if (config.runtime().keep_grad && model.num_stages() > 1) {
+    throw ConfigError(
+        "train_batch leaves no moment between backward and step, in which deeptide.keep_grad shows gradients; leave "
+        "the "
+        "key out");
+  }
   const std::string name = section.find("schedule")->value.string;
   const bool is_chunked = model.num_chunks() > 1;
   if ((is_chunked && (name == "gpipe" || name == "zero_bubble")) ||

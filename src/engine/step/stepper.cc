@@ -89,8 +89,11 @@ void Stepper::backward_from(const std::vector<at::Tensor>& outputs, const std::v
   parts_.reporter.follow_profiler();
   RECORD_USER_SCOPE("deeptide::backward");
   parts_.channels.recorder()->enter(trace::Phase::backward, parts_.progress.global_steps);
-  const GradientIntake::Scaled scaled(*parts_.intake);
-  torch::autograd::backward(outputs, gradients);
+  {
+    const GradientIntake::Scaled scaled(*parts_.intake);
+    torch::autograd::backward(outputs, gradients);
+  }
+  if (parts_.kept && is_boundary()) show_gradients();
 }
 
 void Stepper::meet_backward() {
@@ -360,10 +363,10 @@ StepOutcome Stepper::apply(const std::vector<Verdict>& verdicts) {
   parts_.reducer->clear_accumulated();
   if (schedule_) ++progress.schedule_iteration;
   follow_schedule();
+  if (compression_) compression_->step();
   if (parts_.arrivals && drift_.is_due(progress.optimizer_steps)) parts_.arrivals->wait_all();
   drifted_ = drift_.check(progress.optimizer_steps);
   outcome.result = StepResult::applied;
-  if (compression_) compression_->step();
   return outcome;
 }
 

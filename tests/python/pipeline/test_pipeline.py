@@ -227,7 +227,6 @@ def test_a_stage_hears_of_another_ones_error():
     ("more", "text"),
     [
         ({"parallel": {"pipeline": 4}}, "parallel.pipeline is 4, and the PipelineModule has 2 stages"),
-        ({"deeptide": {"keep_grad": True}}, "a pipeline does not go with deeptide.keep_grad yet; leave it out"),
     ],
 )
 def test_what_does_not_go_with_a_pipeline_is_refused(more, text):
