@@ -219,17 +219,9 @@ def whole_steps(parameters):
     return torch.optim.Adafactor(parameters, lr=1e-2)
 
 
-@pytest.mark.parametrize(
-    ("make", "more", "text"),
-    [
-        (whole_steps, {}, r"Adafactor, your own, which steps whole parameters; choose one"),
-        (None, {"optimizer": {"type": "OneBitLamb", "params": {"lr": 1e-3}}}, r"OneBitLamb, whose steps by signs take"),
-    ],
-    ids=["whole", "signs"],
-)
-def test_what_cannot_step_slices_is_refused_by_name(make, more, text):
+def test_what_cannot_step_slices_is_refused_by_name():
     def refused(world):
-        with pytest.raises(deeptide.ConfigError, match=text):
-            cut.start(world, cut.config(0, 2, **more), make=make)
+        with pytest.raises(deeptide.ConfigError, match="Adafactor, your own, which steps whole parameters"):
+            cut.start(world, cut.config(0, 2), make=whole_steps)
 
     run_ranks(2, refused)
