@@ -60,11 +60,12 @@ struct TinyModelImpl : torch::nn::Module {
 };
 TORCH_MODULE(TinyModel);
 
+inline std::mutex seed_mutex;  // ranks as threads share torch's generator, whatever they make
+
 /// The same weights every time, also when ranks as threads, which share one generator, build at once.
 template <typename Make>
 auto make_seeded(Make make) {
-  static std::mutex mutex;
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(seed_mutex);
   torch::manual_seed(0);
   return make();
 }

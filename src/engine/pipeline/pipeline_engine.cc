@@ -33,8 +33,7 @@ PipelineSchedule chosen_schedule(const Config& config, const PipelineModule& mod
   if (config.runtime().keep_grad && model.num_stages() > 1) {
     throw ConfigError(
         "train_batch leaves no moment between backward and step, in which deeptide.keep_grad shows gradients; leave "
-        "the "
-        "key out");
+        "the key out");
   }
   const std::string name = section.find("schedule")->value.string;
   const bool is_chunked = model.num_chunks() > 1;
