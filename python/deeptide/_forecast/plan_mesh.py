@@ -18,15 +18,8 @@ from deeptide import _C, zero
 from deeptide._C import Config, ConfigError
 from deeptide._model.describe import describe, parameter_names
 from deeptide._optimizers.groups import OptimizerSource, ParametersSource, plan_optimizer
-from deeptide.pipeline.cutting.blocks import (
-    bounds_of_blocks,
-    find_blocks,
-    numbered_blocks,
-    parts_of_blocks,
-    stages_of,
-    uses_of_modules,
-    uses_of_parameters,
-)
+from deeptide.pipeline.cutting.along import find_cut
+from deeptide.pipeline.cutting.blocks import numbered_blocks, stages_of, uses_of_parameters
 from deeptide.pipeline.cutting.chunks import chunks_of, starts_of
 from deeptide.tensor.axis import size_of
 from deeptide.tensor.cutting.slices import Slice
@@ -94,18 +87,16 @@ def bounds_of(
     if num_stages == 1:
         names = list(numbered_blocks(model))
         return names, [0, len(names)]
-    chain = find_blocks(model, num_stages, num_chunks)
-    return chain.names, bounds_of_blocks(model, chain, num_stages * num_chunks, starts)
+    along = find_cut(model, num_stages, num_chunks, starts)
+    return along.chain.names, along.bounds
 
 
 def owners_of(model: nn.Module, config: Config, num_stages: int) -> dict[int, list[int]]:
     """{id of a parameter: the stages that use it}; the first owns it, and lends it to the others."""
     if num_stages == 1:
         return {id(parameter): [0] for parameter in model.parameters()}
-    num_chunks = chunks_of(config)
-    chain = find_blocks(model, num_stages, num_chunks)
-    parts = parts_of_blocks(bounds_of_blocks(model, chain, num_stages * num_chunks, starts_of(config)))
-    return uses_of_parameters(model, stages_of(uses_of_modules(model, chain, parts), num_stages))
+    along = find_cut(model, num_stages, chunks_of(config), starts_of(config))
+    return uses_of_parameters(model, stages_of(along.uses, num_stages))
 
 
 class Part(NamedTuple):

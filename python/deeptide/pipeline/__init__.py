@@ -3,6 +3,7 @@
 """Pipelines: a model as a list of layers that stages share out, and their schedules, run and on paper."""
 
 from deeptide._C import PipelineSchedule, SimulatedStep, StageAction, StageCosts, StageInstruction
+from deeptide.pipeline.cutting.calls import show_example
 from deeptide.pipeline.layers import LayerSpec, TiedLayerSpec
 from deeptide.pipeline.module import PipelineModule
 from deeptide.pipeline.schedules import instructions, published_idle_time, published_peak_activations, simulate
@@ -19,5 +20,6 @@ __all__ = [
     "instructions",
     "published_idle_time",
     "published_peak_activations",
+    "show_example",
     "simulate",
 ]

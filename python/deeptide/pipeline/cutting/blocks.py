@@ -17,7 +17,7 @@ from deeptide.pipeline.partition import balanced
 _SHARE = 0.25  # of the trained elements: so much in two containers means two chains of blocks
 _LEAST = 0.05  # so much in each of an encoder and a decoder means that both are to be cut
 _HEADS = ("classifier", "score", "qa_outputs", "pooler")  # run after the blocks, wherever they lie
-_CURE = "write the model as a deeptide.pipeline.PipelineModule"
+_CURE = 'give "cut": "by_operator", or write the model as a deeptide.pipeline.PipelineModule'
 
 
 class Blocks(NamedTuple):
@@ -40,6 +40,16 @@ class Chain(NamedTuple):
     """Containers of blocks that run one after the other: one, or an encoder's and a decoder's."""
 
     parts: list[Blocks]
+
+    @property
+    def carries(self) -> bool:
+        """Whether blocks are known to be called with more than the one before returns."""
+        return len(self.parts) > 1
+
+    @property
+    def cure(self) -> str:
+        """For a model that is none."""
+        return 'give "cut": "by_operator", or write it as a deeptide.pipeline.PipelineModule'
 
     @property
     def blocks(self) -> list[torch.nn.Module]:

@@ -9,6 +9,7 @@ import json
 from deeptide import _C
 from deeptide._C import Config, ConfigError
 
+BY_OPERATOR = ["by_operator"]
 _DEFAULT = 2  # of the interleaved schedule
 
 
@@ -27,14 +28,7 @@ def chunks_of(config: Config) -> int:
 
 
 def starts_of(config: Config) -> list[str] | None:
-    """Names of the blocks with which the parts after the first begin; None: by parameters. Errors: ConfigError."""
+    """Names of the blocks with which the parts after the first begin, or BY_OPERATOR; None: by parameters."""
     cut: str | list[str] = json.loads(_C.config_section(config, "parallel"))["pipeline"]["cut"]
     names = [cut] if isinstance(cut, str) else cut
-    if names == ["by_block"]:
-        return None
-    if names == ["by_operator"]:
-        raise ConfigError(
-            'parallel.pipeline.cut is "by_operator", which is not supported yet; give "by_block", or a list of the '
-            "names of the blocks with which the stages after the first begin"
-        )
-    return names
+    return None if names == ["by_block"] else names

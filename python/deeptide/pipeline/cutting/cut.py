@@ -16,15 +16,9 @@ from deeptide import _C
 from deeptide._C import Config, ConfigError
 from deeptide._engine import batches as _batches
 from deeptide._optimizers.groups import OptimizerSource, ParametersSource, _plain_groups
-from deeptide.pipeline.cutting.blocks import (
-    Chain,
-    bounds_of_blocks,
-    find_blocks,
-    parts_of_blocks,
-    stages_of,
-    uses_of_modules,
-    uses_of_parameters,
-)
+from deeptide.pipeline.cutting.along import find_cut
+from deeptide.pipeline.cutting.blocks import Chain, stages_of, uses_of_parameters
+from deeptide.pipeline.cutting.calls import Calls
 from deeptide.pipeline.cutting.chunks import starts_of
 from deeptide.pipeline.cutting.ties import Place, Tie, Ties
 from deeptide.pipeline.cutting.uncut import Exchange, Uncut
@@ -90,18 +84,16 @@ class BlockCut:
         num_chunks: int = 1,
         starts: list[str] | None = None,
     ) -> None:
-        """num_chunks: of each stage. starts: as bounds_of_blocks has them.
+        """num_chunks: of each stage. starts: as starts_of gives them.
 
         share: cuts layers among the ranks of a stage, once it is known that the model has blocks to be cut along.
         """
         self.num_stages, self.stage_id, self.num_chunks = num_stages, stage_id, num_chunks
-        chain = find_blocks(model, num_stages, num_chunks)
-        self.parts = bounds_of_blocks(model, chain, num_stages * num_chunks, starts)
-        parts = parts_of_blocks(self.parts)
+        along = find_cut(model, num_stages, num_chunks, starts)
+        chain, parts, self.parts, self._part_uses = along.chain, along.parts, along.bounds, along.uses
         self._model, self._dtype = model, dtype
         self._uncut = Uncut(model)
         self._held: list[_Taken] = []
-        self._part_uses = uses_of_modules(model, chain, parts)
         self._uses = stages_of(self._part_uses, num_stages)
         if share is not None:
             share()
@@ -112,13 +104,21 @@ class BlockCut:
         self._take_out(model, chain)
         self._classes = [(module, type(module)) for module in (*chain.blocks, model)]
         own = [number for number, part in enumerate(parts) if part % num_stages == stage_id]
-        self.own_blocks = {chain.names[number]: chain.blocks[number] for number in own}
+        self.own_blocks = {  # without those that another stage calls, too
+            chain.names[number]: chain.blocks[number]
+            for number in own
+            if self._uses[id(chain.blocks[number])] == [stage_id]
+        }
         # One chunk has nothing to hide: it computes with all that its stage has.
         chunks = range(num_chunks if num_chunks > 1 else 0)
         self._hidden = [Hidden(self._unused_by(chain, chunk)) for chunk in chunks]
-        hidden = {number: self._hidden_block(chain, number) for number in (own if chunks else ())}
+        hidden = {
+            number: self._hidden_block(chain, number)
+            for number, block in enumerate(chain.blocks)
+            if stage_id in self._uses[id(block)] and (chunks or parts[number] != stage_id)
+        }
         self.skips = Skips(model, chain.names)
-        self.passage = Passage(chain.names, parts, num_stages, hidden, len(chain.parts) > 1, self.skips, self.relay)
+        self.passage = Passage(chain, parts, num_stages, hidden, self.skips, self.relay)
         stage_blocks(chain.blocks, self.passage)
         model.__class__ = relayed(type(model), self.relay, self.passage.is_running)
 
@@ -146,7 +146,7 @@ class BlockCut:
             places.append(Place(module, attribute, parameter.requires_grad, self.stage_id in used))
         return [Tie(names[stages], list(stages), list(places.values())) for stages, places in found.items()]
 
-    def _take_out(self, model: torch.nn.Module, chain: Chain) -> None:
+    def _take_out(self, model: torch.nn.Module, chain: Chain | Calls) -> None:
         stages_of, here = self._stages_of(), self.stage_id
         blocks = chain.modules
         for path, module in model.named_modules():
@@ -166,10 +166,13 @@ class BlockCut:
             for name in [name for name, _ in foreign] + buffers:
                 held.take(name, f"{path}.{name}" if path else name, self._dtype)
 
-    def _placed(self, chain: Chain, parts: list[int]) -> Iterator[tuple[str, torch.nn.Module, int]]:
+    def _placed(self, chain: Chain | Calls, parts: list[int]) -> Iterator[tuple[str, torch.nn.Module, int]]:
         """The blocks and the outermost modules with parameters around them; with the stages that compute them."""
+        seen: set[int] = set()
         for name, block, part in zip(chain.names, chain.blocks, parts, strict=True):
-            yield name, block, part % self.num_stages
+            if id(block) not in seen:  # which may be called twice
+                seen.add(id(block))
+                yield name, block, part % self.num_stages
         blocks = chain.modules
         inside: tuple[str, ...] = ()
         for path, module in self._model.named_modules():
@@ -182,25 +185,29 @@ class BlockCut:
     def _part(self, chunk: int) -> int:
         return chunk * self.num_stages + self.stage_id
 
-    @staticmethod
-    def _hidden_block(chain: Chain, number: int) -> Hidden:
-        """Hides a block of this stage from the chunks that pass over it."""
+    def _hidden_block(self, chain: Chain | Calls, number: int) -> Hidden:
+        """Hides a block that this stage has, or uses in a later call, where it is passed over."""
         modules = chain.blocks[number].named_modules(prefix=chain.names[number])
-        return Hidden(itertools.chain.from_iterable(itertools.starmap(state_of, modules)))
+        return Hidden(itertools.chain.from_iterable(itertools.starmap(self._state_here, modules)))
 
-    def _unused_by(self, chain: Chain, chunk: int) -> Iterator[tuple[str, torch.nn.Module, str]]:
+    def _state_here(self, path: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str]]:
+        """A module's own parameters and buffers, and what this stage borrows for it."""
+        yield from state_of(path, module)
+        for borrowed in self.ties.borrowed():
+            if borrowed.module is module:
+                yield f"{path}.{borrowed.attribute}" if path else borrowed.attribute, module, borrowed.attribute
+
+    def _unused_by(self, chain: Chain | Calls, chunk: int) -> Iterator[tuple[str, torch.nn.Module, str]]:
         """Values that this stage has or borrows beside the blocks, and other parts of the model use alone."""
         blocks = chain.modules
-        lent = {(id(place.module), place.attribute) for place in self.ties.borrowed()}
         for path, module in self._model.named_modules():
             if id(module) in blocks or self._part(chunk) in self._part_uses[id(module)]:
                 continue
-            if any(parameter is not None for parameter in module._parameters.values()):
-                yield from state_of(path, module)
-            for name in [name for key, name in lent if key == id(module)]:
-                yield f"{path}.{name}" if path else name, module, name
+            places = list(self._state_here(path, module))
+            if any(name not in module._buffers for _, _, name in places):
+                yield from places
 
-    def _repeated_by_chunks(self, chain: Chain) -> Iterator[tuple[torch.nn.Module, str]]:
+    def _repeated_by_chunks(self, chain: Chain | Calls) -> Iterator[tuple[torch.nn.Module, str]]:
         """Buffers of modules that every chunk runs: those around the blocks, and those without parameters."""
         blocks = chain.modules
         for path, module in self._model.named_modules():

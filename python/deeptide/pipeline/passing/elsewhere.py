@@ -77,9 +77,12 @@ class Elsewhere(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Without history: what is computed from it has no values, so no gradients."""
+        """Without history: what is computed from it has no values, so no gradients; but for what was received."""
+        args, kwargs = with_received((args, kwargs or {}))
+        if next(elsewhere_in((args, kwargs)), None) is None:
+            return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
 
     def tolist(self) -> Any:
         """Errors: ElsewhereError. Torch's own names this class."""
@@ -113,6 +116,9 @@ class Elsewhere(torch.Tensor):
                     "every stage has"
                 )
             tensor.rewrite(given)
+        if torch.Tag.inplace_view in func.tags:
+            with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined, unused-ignore]
+                return func(*args, **kwargs)
         if targets and len(targets) == len(func._schema.returns):
             return targets[0] if len(targets) == 1 else tuple(targets)
         shapes = _infer(func, args, kwargs, first.origin)

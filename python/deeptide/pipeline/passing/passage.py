@@ -10,9 +10,10 @@ handed on; at the first block of the next stage it ends, with what that block wa
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,9 +29,12 @@ from deeptide.pipeline.passing.letters import tensors_in
 from deeptide.pipeline.passing.relay import Relay
 from deeptide.pipeline.passing.skips import Skips, with_zeros
 
+if TYPE_CHECKING:
+    from deeptide.pipeline.cutting.blocks import Chain
+    from deeptide.pipeline.cutting.calls import Calls
+
 _CARRIED = "tensors that a block is called with, by their places"  # what travels under this key
 _VOID = object()  # the output of a forward that lacked a value
-_CURE = "such a model is no chain of blocks: write it as a deeptide.pipeline.PipelineModule"
 
 
 class _HandedOn(BaseException):
@@ -54,7 +58,7 @@ class _NoDraws(TorchDispatchMode):
 
 
 class _Block:
-    """One block, as a passage knows it."""
+    """One block, as a passage knows it: one call of a module, which has others where it is called `again`."""
 
     def __init__(self, number: int, module: torch.nn.Module) -> None:
         self.number = number
@@ -62,6 +66,7 @@ class _Block:
         self._first = names[0] if names else ""
         self._hooks = [hooks for m in module.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self.outputs: dict[Any, Any] = {}  # of forwards that were passed over, by what they were called with
+        self.again: list[_Block] = []
 
     def is_observed(self) -> bool:
         """Whether somebody looks at what happens inside it."""
@@ -79,29 +84,31 @@ class _Block:
 
 
 class Passage:
-    """The forwards of one stage. names, parts: of each block; part p belongs to stage p % num_stages.
+    """The forwards of one stage. parts: of each block of the chain; part p belongs to stage p % num_stages.
 
-    hidden: by number of a block that this stage has, what hides its values while another chunk passes over it.
-    carries: of what the next stage's first block is called with, all that depends on parameters travels, since blocks
-    are given more than the one before returns, as a decoder's are; else what it is handed. A chain of one part turns to
-    that where the first forward of a kind shows that its blocks are.
+    Where the chain `carries`, all that the next stage's first block is called with and that depends on parameters
+    travels, since blocks are given more than the one before returns, as a decoder's are; else what it is handed. A
+    chain of one part turns to that where the first forward of a kind shows that its blocks are.
+    hidden: by number of a block, what hides values of it that this stage has while its forward passes over it.
     skips: what travels besides to later parts than the next, or for other uses than by blocks.
     relay: of forwards that are none of these, without gradients.
     """
 
     def __init__(
         self,
-        names: list[str],
+        chain: Chain | Calls,
         parts: list[int],
         num_stages: int,
         hidden: dict[int, Hidden],
-        carries: bool,
         skips: Skips,
         relay: Relay,
     ) -> None:
         self._relay = relay
-        self._names, self._parts, self._last, self._num_stages = names, parts, parts[-1], num_stages
-        self._hidden, self._carries, self._skips = hidden, carries, skips
+        self._names, self._parts, self._last, self._num_stages = chain.names, parts, parts[-1], num_stages
+        self._hidden, self._carries, self._skips = hidden, chain.carries, skips
+        self._cure = f"such a model is no chain of blocks: {chain.cure}"
+        self._counts: Counter[int] = Counter()  # of the calls of modules that are called again, in this forward
+        self._is_inside = False  # a block
         self._here = -1  # the part that runs
         self._is_running = False
         self._received: Any = None
@@ -133,6 +140,7 @@ class Passage:
         self._received, self._digest, skips = received if part > 0 else (None, 0, ({}, {}))
         self._carries |= _is_carried(self._received)
         self._at, self._has_begun, self._is_running, self._lacks, self._has_ended = -1, False, True, False, False
+        self._counts.clear()
         hooks = self._skips.begin(kind, part, skips)
         try:
             output = forward(*inputs[0], **inputs[1])
@@ -162,7 +170,7 @@ class Passage:
             self._has_ended, output = True, end.value
         except ElsewhereError as error:
             if not self._goes_without(error.tensors):
-                raise PipelineError(f"{self._where()}: {error}; {_CURE}") from error
+                raise PipelineError(f"{self._where()}: {error}; {self._cure}") from error
             output = _VOID
         finally:
             self._end_guard()
@@ -197,13 +205,15 @@ class Passage:
         if self._here < self._last and not self._has_ended:
             raise PipelineError(
                 f"{self._where()}: the model's forward ended without a block of the next stage, after "
-                f"{'none' if self._at < 0 else self._name(self._at)} of its blocks; {_CURE}"
+                f"{'none' if self._at < 0 else self._name(self._at)} of its blocks; {self._cure}"
             )
         self._check_begun()
 
     def _check_begun(self) -> None:
         if self._here > 0 and not self._has_begun:
-            raise PipelineError(f"{self._where()}: the model's forward called none of this stage's blocks; {_CURE}")
+            raise PipelineError(
+                f"{self._where()}: the model's forward called none of this stage's blocks; {self._cure}"
+            )
 
     def _goes_without(self, tensors: Iterable[Elsewhere]) -> bool:
         """Whether a forward goes on without what these tensors need, noted for the next one."""
@@ -229,17 +239,16 @@ class Passage:
             raise PipelineError(
                 f"{self._where()}: {what} depends on '{tensor.origin}' otherwise than through the chain of blocks, and "
                 "an earlier stage has that. A weight that is used before and after the blocks must be held by a module "
-                f"on either side (head.weight = embedding.weight); else {_CURE}"
+                f"on either side (head.weight = embedding.weight); else {self._cure}"
             )
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
     def enter(self, block: _Block, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A block is called."""
-        part = self._parts[block.number]
+        """A block is called; inside another one, as what a tower has may be called by itself too, it is none."""
         if in_backward():
             return self._again(block, call, args, kwargs)
-        if self._relay.is_open:
+        if self._relay.is_open or self._is_inside:
             return call(*args, **kwargs)
         if not self._is_running:
             raise PipelineError(
@@ -247,12 +256,13 @@ class Passage:
                 "engine.train_batch() and engine.eval_batch(), on all ranks, or without gradients the whole model and "
                 "its generate()"
             )
+        block, part = self._this_call(block)
         if block.number <= self._at:
             raise PipelineError(
                 f"{self._where()}: block {self._name(block.number)} was called after {self._name(self._at)}, expected "
-                f"each block once, in order; {_CURE}"
+                f"each block once, in order; {self._cure}"
             )
-        self._at = block.number
+        self._at, self._is_inside = block.number, True
         self._skips.enter(block.number)
         try:
             if part < self._here:
@@ -260,7 +270,17 @@ class Passage:
             output = self._compute_block(part, block, call, args, kwargs)
             return self._skips.returned(self._name(block.number), output)
         finally:
+            self._is_inside = False
             self._skips.enter(-1)
+
+    def _this_call(self, block: _Block) -> tuple[_Block, int]:
+        """(the block that a call is, its part), by the number of the call. More calls than are known are the last."""
+        if block.again:
+            calls = [block, *block.again]
+            count = self._counts[block.number]
+            self._counts[block.number] += 1
+            block = calls[min(count, len(calls) - 1)]
+        return block, self._parts[block.number]
 
     def _compute_block(
         self, part: int, block: _Block, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -438,8 +458,12 @@ def _named_kind(item: tuple[str, Any]) -> Any:
 def stage_blocks(blocks: list[torch.nn.Module], passage: Passage) -> None:
     """Makes each call of a block one of the passage's. The blocks' classes are derived from what they were."""
     kinds: dict[type, type] = {}
+    firsts: dict[int, _Block] = {}
     for number, module in enumerate(blocks):
         known = _Block(number, module)
+        if firsts.setdefault(id(module), known) is not known:
+            firsts[id(module)].again.append(known)
+            continue
         kind = type(module)
         if kind not in kinds:
             kinds[kind] = _staged(kind, passage)

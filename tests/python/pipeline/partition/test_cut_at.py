@@ -59,7 +59,6 @@ def refuse(world, pipeline, text):
 
 
 REFUSED = [
-    ({"stages": 2, "cut": "by_operator"}, r'"by_operator", which is not supported yet; give "by_block", or a list'),
     ({"stages": 2, "cut": ["lm_head"]}, r"'lm_head' is none of the model's blocks, which are model\.layers\.0, "),
     ({"stages": 2, "cut": [LAYER + "1", LAYER + "2"]}, "got 2 names for 2 parts of the blocks, expected 1"),
     ({"stages": 2, "cut": [LAYER + "0"]}, r"'model\.layers\.0' begins no later than the part before it"),
