@@ -43,7 +43,7 @@ class ResNet(nn.Module):
         self.layer2 = nn.Sequential(Residual(6, 12, 2), Residual(12, 12, 1))
 
     def forward(self, pixel_values, labels):
-        x = F.relu_(self.norm(self.conv(pixel_values)))
+        x = F.relu_(self.norm(self.conv(pixel_values.to(self.fc.weight.dtype))))
         x = F.adaptive_avg_pool2d(self.layer2(self.layer1(x)), 1)
         return F.cross_entropy(self.fc(x.flatten(1)), labels)
 
@@ -62,7 +62,7 @@ class UNet(nn.Module):
         self.head = nn.Conv2d(6, 3, 1)
 
     def forward(self, pixel_values, labels):
-        first = self.down1(pixel_values)
+        first = self.down1(pixel_values.to(self.head.weight.dtype))
         second = self.down2(F.max_pool2d(first, 2))
         x = F.interpolate(self.middle(F.max_pool2d(second, 2)), scale_factor=2)
         x = self.up1(torch.cat([x, second], 1))

@@ -18,10 +18,9 @@ from deeptide._C import ConfigError
 from deeptide.pipeline.partition import balanced
 from deeptide.pipeline.passing.elsewhere import ElsewhereError
 from deeptide.pipeline.passing.hidden import Hidden, state_of
-from deeptide.pipeline.step.undo import Undo
+from deeptide.pipeline.step.undo import Buffers
 
 _UNEVEN = 1.25  # times the mean: calls inside of the costliest part's are looked at, to make it less
-_SUBJECT = 'parallel.pipeline.cut is "by_operator"'
 _CURE = "call deeptide.pipeline.show_example(model, batch) before, with what its forward takes"
 
 _examples: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
@@ -128,7 +127,7 @@ def _examples_for(model: torch.nn.Module) -> Iterator[Any]:
 
 def _called(model: torch.nn.Module, example: Any) -> Call:
     """The calls of one forward of training. Errors: those of the forward."""
-    undo, modes = Undo(model), [(module, module.training) for module in model.modules()]
+    buffers, modes = Buffers(model), [(module, module.training) for module in model.modules()]
     watch = _Watch(model.train())
     try:
         with watch.without_values(), torch.enable_grad():
@@ -137,7 +136,7 @@ def _called(model: torch.nn.Module, example: Any) -> Call:
             else:
                 model(*example) if isinstance(example, (tuple, list)) else model(example)
     finally:
-        undo.restore()
+        buffers.restore()
         for module, mode in modes:
             module.training = mode
     return watch.root()
@@ -145,15 +144,24 @@ def _called(model: torch.nn.Module, example: Any) -> Call:
 
 def calls_of(model: torch.nn.Module) -> Call:
     """The model's call. Errors: ConfigError if no example is known, or its forward needs values."""
-    name, text = type(model).__name__, ""
+    name, first = type(model).__name__, None
     for example in _examples_for(model):
         try:
             return _called(model, example)
-        except ElsewhereError as error:
-            text = text or f"the forward of {name} does not go without values: {error}"
         except Exception as error:
-            text = text or f"the forward of {name} fails on the example: {type(error).__name__}: {error}"
-    raise ConfigError(f"{_SUBJECT}, and {text or f'what the forward of {name} takes is not known'}; {_CURE}")
+            first = first or error
+    if first is None:
+        raise ConfigError(
+            f'parallel.pipeline.cut is "by_operator", and what the forward of {name} takes is not known; {_CURE}'
+        )
+    if isinstance(first, ElsewhereError):
+        raise ConfigError(
+            f'parallel.pipeline.cut is "by_operator", and the forward of {name} does not go without values: {first}'
+        ) from first
+    raise ConfigError(
+        f'parallel.pipeline.cut is "by_operator", and the forward of {name} fails on the example: '
+        f"{type(first).__name__}: {first}; {_CURE}"
+    ) from first
 
 
 class Calls:
@@ -261,7 +269,8 @@ def cut_calls(model: torch.nn.Module, num_parts: int) -> tuple[Calls, list[int]]
         calls = Calls(root, [*calls.calls[:at], *calls.calls[at].opened(), *calls.calls[at + 1 :]])
     if best is None:
         raise ConfigError(
-            f"{_SUBJECT}, and the forward of {type(model).__name__} has {len(calls.calls)} calls of modules with "
-            f"parameters for {num_parts} parts that it could be cut between; take fewer stages"
+            f'parallel.pipeline.cut is "by_operator", and the forward of {type(model).__name__} has '
+            f"{len(calls.calls)} calls of modules with parameters for {num_parts} parts that it could be cut between; "
+            "take fewer stages"
         )
     return best, best_bounds

@@ -152,7 +152,6 @@ class Passage:
             self._skips.end(hooks)
             self._is_running, self._received = False, None
             if self._lacks:
-                self._known.discard(self._signature)
                 self._stays.pop(self._signature, None)
 
     def compute(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -175,7 +174,8 @@ class Passage:
         finally:
             self._end_guard()
             self._end_watch()
-        self._known.add(self._signature)
+        if not self._lacks:
+            self._known.add(self._signature)
         return output
 
     def _end_guard(self) -> None:
@@ -221,6 +221,7 @@ class Passage:
         if not tensors or not self._skips.is_open() or self._skips.note(tensors) is not None:
             return False
         self._lacks = True
+        self._known.discard(self._signature)  # also where the loss lacks it, after the forward
         return True
 
     def is_running(self) -> bool:

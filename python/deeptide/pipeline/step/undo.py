@@ -11,22 +11,33 @@ import torch
 from deeptide.pipeline.passing import generators
 
 
-class Undo:
-    """A model's buffers and the states of random generators; `restore` brings them back."""
+class Buffers:
+    """A model's buffers; `restore` brings them back."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._buffers = [
+        self._held = [
             (module, name, value, value.detach().clone())
             for module in model.modules()
             for name, value in module._buffers.items()
             if type(value) is torch.Tensor
         ]
-        self._python, self._torch = random.getstate(), generators.states()
 
     def restore(self) -> None:
         """Undoes what forwards since then have changed."""
         with torch.no_grad():
-            for module, name, value, held in self._buffers:
+            for module, name, value, held in self._held:
                 module._buffers[name] = value.copy_(held)
+
+
+class Undo(Buffers):
+    """The states of random generators besides."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+        self._python, self._torch = random.getstate(), generators.states()
+
+    def restore(self) -> None:
+        """Undoes what forwards since then have changed and drawn."""
+        super().restore()
         random.setstate(self._python)
         generators.set_states(self._torch)

@@ -28,8 +28,9 @@ Key parallel_section() {
                      "pipeline", "Stages of a pipeline; a number stands for that of stages.",
                      {integer("stages", {}, "Stages. A PipelineModule has as many; other models are cut.").at_least(1),
                       list("cut", Kind::word, words({"by_block"}),
-                           "by_block: stages get consecutive blocks, by their parameters; or names of the blocks "
-                           "with which the stages after the first begin, and with chunks their later runs.")
+                           "by_block: stages get consecutive blocks, by their parameters; by_operator: consecutive "
+                           "calls of any modules; or names of the blocks with which the stages after the first begin, "
+                           "and with chunks their later runs.")
                           .or_one(),
                       choice("outputs", "last", {"last", "broadcast"},
                              "Stages that get what a forward of the program's own, or an evaluation, returns besides "

@@ -127,6 +127,17 @@ class Draws(Model):
         return super().begin(torch.where(torch.rand(tokens.shape) < 0.2, 0, tokens))
 
 
+class DropsSkips(Model):
+    """Each stage would draw another mask for what the end takes."""
+
+    def begin(self, tokens):
+        self.first = F.dropout(super().begin(tokens))
+        return self.first
+
+    def end(self, hidden, tokens):
+        return super().end(hidden + self.first, tokens)
+
+
 class DrawsByPython(Model):
     """The stages' programs part; ranks as threads share Python's generator, which therefore never repeats."""
 
@@ -204,6 +215,7 @@ def meet(world, kind, settings):
         (Parts, r"an output of 'before' is used by a later stage of the pipeline and does not come there"),
         (CallsOtherwise, r"stage 1 of 2: 'embed' is called with other arguments than on the stage that computes it"),
         (Draws, r"aten\.rand\S* draws random numbers before this stage's blocks"),
+        (DropsSkips, r"aten\.bernoulli\S* draws random numbers before this stage's blocks"),
         (DrawsByPython, r"blocks\.3 is called with other arguments than stage 0 ended with"),
         (LeavesOut, r"stage 0 of 2: the model's forward ended without a block of the next stage, after blocks\.1"),
     ],
