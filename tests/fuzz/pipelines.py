@@ -34,6 +34,7 @@ from actions import accelerators, subject
 from mesh_models import VOCABULARY, loss_of, make
 
 import deeptide
+from deeptide.pipeline import show_example
 from deeptide.pipeline.passing.elsewhere import Elsewhere
 from deeptide.tensor import team_of
 from deeptide.tensor.cutting.slices import slices_of
@@ -49,7 +50,8 @@ CALL = "import sys, json, pipelines; pipelines.main(*json.loads(sys.argv[1]))"
 
 def program_of(seed, on_accelerator=None):
     draw, apart = random.Random(f"pipeline {seed}"), random.Random(f"zero bubble {seed}")
-    stores = random.Random(f"stores {seed}")  # of what changes no act: other draws stay as they are
+    # Draws that change no act have their own generators: other draws stay.
+    stores, calls = random.Random(f"stores {seed}"), random.Random(f"calls {seed}")
     form, tie = draw.choice(["layers", "blocks", "blocks"]), draw.random() < 0.4
     phases, tags = [], []
     for _ in range(draw.choice([1, 1, 2, 3])):
@@ -78,14 +80,14 @@ def program_of(seed, on_accelerator=None):
         phases.append({
             "stages": stages, "chunks": chunks, "data": data, "tensor": tensor, "zero": draw.randrange(4),
             "schedule": schedule, "bf16": draw.random() < 0.25,
-            "gas": draw.choice([1, 2, 3, 5]), "acts": acts,
+            "gas": draw.choice([1, 2, 3, 5]), "acts": acts, "calls": form == "blocks" and calls.random() < 0.3,
             "folders": stores.choice([0, 0, 1, 2]), "beside": stores.random() < 0.4,
         })  # fmt: skip
     optimizer = draw.choice(["Adam", "AdamW", "SGD", "Lion"])
     shares = any(phase["tensor"] > 1 for phase in phases)
     pair = form == "blocks" and not shares and draw.random() < 0.4
     skips = random.Random(f"skips {seed}").choice(["", "", "mirror", "collect", "hooks"]) if form == "blocks" else ""
-    if (tie or shares or pair or skips) and optimizer == "Lion":  # a sign shows the last bit
+    if (tie or shares or pair or skips or any(each["calls"] for each in phases)) and optimizer == "Lion":  # by signs
         optimizer = "AdamW"
     if shares and random.Random(f"norms {seed}").random() < 0.3:
         optimizer = "Lamb"
@@ -133,7 +135,8 @@ class Side:
             parallel["chunks"] = phase["chunks"]
         if stages and program["form"] == "blocks":
             by_parts = phase.get("by_parts", False)
-            parallel |= {"pipeline": stages, "tensor": phase["tensor"], "sequence_parallel_norms": by_parts}
+            pipeline = {"stages": stages, "cut": "by_operator" if phase.get("calls") else "by_block"}
+            parallel |= {"pipeline": pipeline, "tensor": phase["tensor"], "sequence_parallel_norms": by_parts}
         config = {
             "train_micro_batch_size_per_gpu": ROWS,
             "gradient_accumulation_steps": phase["gas"],
@@ -154,6 +157,7 @@ class Side:
             specs = SPECS[:2] + SPECS[2:] * program["words"]
             config["tensor_parallel"] = {"partition_config": {"use_default_specs": False, "layer_specs": specs}}
         model = make(program, stages, phase["chunks"], world, program["seed"] + number)
+        show_example(model, {"tokens": torch.ones(1, 4, dtype=torch.long)})
         if accelerator:
             model, self.device = accelerator.move(model), accelerators.DEVICE
         self.engine = deeptide.initialize(model=model, config=config, world=world)[0]
@@ -337,9 +341,9 @@ def is_exact(program):
     So are sums of a device's ranks.
     """
     shares = any(phase["tensor"] > 1 for phase in program["phases"]) or program.get("accelerator")
-    return not (
-        program["tie"] or program["pair"] or program["lent"] or program["clipping"] or shares or program.get("skips")
-    )
+    calls = any(phase.get("calls") for phase in program["phases"])
+    uses = program["tie"] or program["pair"] or program["lent"] or program.get("skips")
+    return not (uses or program["clipping"] or shares or calls)
 
 
 def _close(a, b, tolerance):

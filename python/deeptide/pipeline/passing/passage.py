@@ -79,7 +79,9 @@ class _Block:
         return kwargs.get(self._first), ((), {key: value for key, value in kwargs.items() if key != self._first})
 
     def put_in(self, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
-        """The arguments with another value handed."""
+        """The arguments with another value handed, if any is."""
+        if not args and self._first not in kwargs:
+            return args, kwargs
         return ((value, *args[1:]), kwargs) if args else (args, {**kwargs, self._first: value})
 
 
