@@ -11,6 +11,7 @@ import torch.utils.checkpoint
 from conftest import run_ranks
 from test_any_model import GAS, STEPS, compare, recomputing
 from test_values_that_skip import compare_roughly
+from torch import nn
 from torch.nn import functional as F
 
 import deeptide
@@ -75,6 +76,31 @@ def test_a_chain_of_blocks_gives_the_losses_of_a_cut_along_it(name):
         runs.append(run_ranks(2, families.train, name, settings, GAS, STEPS, None))
     whole = {key: value for each in runs[0] for key, value in each[2].items()}
     compare(runs[1], [(*runs[0][0][:2], whole)], exact=False)
+
+
+class Residual(nn.Module):
+    """What the second stage's first call is handed goes around that call, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.fc = nn.Embedding(families.VOCABULARY, 12), nn.Linear(12, families.VOCABULARY)
+        self.around = nn.Linear(families.VOCABULARY, families.VOCABULARY)
+
+    def forward(self, tokens, labels):
+        x = self.fc(self.embed(tokens)).tanh()
+        return F.cross_entropy((x + self.around(x)).flatten(0, 1), labels.flatten())
+
+
+def travels(world):
+    settings = families.config(0, GAS, 2) | {"parallel": {"pipeline": {"stages": 2, "cut": "by_operator"}}}
+    engine = deeptide.initialize(model=made(Residual)(None), config=settings, world=world)[0]
+    engine.train_batch(families.batches("plain", 0, 1, 1, GAS))
+    assert list(engine._cut.own_blocks) == [["embed", "fc"], ["around"]][world.rank]
+    return list(engine._cut.skips._wanted.values())
+
+
+def test_what_is_handed_on_does_not_travel_beside_as_well():
+    assert run_ranks(2, travels) == [[{}]] * 2
 
 
 # -- recomputation -----------------------------------------------------------------------------------------------------
