@@ -71,7 +71,7 @@ class UNet(nn.Module):
 
 
 class Towers(nn.Module):
-    """A tower for each of two views, which the end joins, with a scale of its own."""
+    """A tower for each of two views, which the end joins, with a scale of its own. One lends the end a layer."""
 
     def __init__(self):
         super().__init__()
@@ -81,8 +81,9 @@ class Towers(nn.Module):
 
     def forward(self, tokens, labels):
         left = self.left(self.words(tokens).mean(1))
-        right = self.right(self.words(labels).cumsum(1)[:, -1])
-        scores = F.normalize(left) @ F.normalize(right).T * self.scale.exp()
+        words = self.words(labels).cumsum(1)[:, -1]
+        scores = F.normalize(left) @ F.normalize(self.right(words)).T * self.scale.exp()
+        scores = scores + self.left[0](words)[:, : len(words)]
         return F.cross_entropy(scores, torch.arange(len(scores)))
 
 

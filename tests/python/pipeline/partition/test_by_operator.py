@@ -79,7 +79,7 @@ def test_a_chain_of_blocks_gives_the_losses_of_a_cut_along_it(name):
 
 
 class Residual(nn.Module):
-    """What the second stage's first call is handed goes around that call, too."""
+    """Goes around the second stage's first call with what that is handed."""
 
     def __init__(self):
         super().__init__()
@@ -246,6 +246,13 @@ def test_the_plan_takes_the_same_cut():
     sizes = [stage.core.num_parameters for stage in deeptide.plan(model, settings, world_size=2).stages]
     first = sum(p.numel() for part in (model.down1, model.down2, model.middle) for p in part.parameters())
     assert sizes == [first, sum(p.numel() for p in model.parameters()) - first]
+
+
+def test_a_plan_of_steps_refuses_modules_that_are_called_again():
+    settings = families.config(1, GAS, 2) | {"parallel": {"pipeline": {"stages": 2, "cut": "by_operator"}}}
+    assert deeptide.plan(edit_of("unet")(None), settings, world_size=2, batch=operators.PIXELS).step is not None
+    with pytest.raises(deeptide.ConfigError, match="the forward of Towers calls 'words' more than once"):
+        deeptide.plan(edit_of("towers")(None), settings, world_size=2, batch=operators.TOKENS)
 
 
 # -- programs that differ, and what is refused -------------------------------------------------------------------------
