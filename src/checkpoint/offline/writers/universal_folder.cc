@@ -1,9 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Writes DeepSpeed's universal layout: a folder per trained parameter, and two files of what belongs to none.
-#include <cstring>
 #include <filesystem>
-#include <set>
 
 #include "base/libraries/nlohmann.h"
 #include "checkpoint/format/file_io.h"
@@ -18,23 +16,28 @@ using nlohmann::json;
 
 constexpr const char* kDeepspeed = "0.19.8";  // whose loader was read for this layout
 
-std::vector<ExportItem> items_of(const CheckpointReader& reader, bool of_module) {
-  std::set<std::string> trained;
+const Role& role_of(const CheckpointReader& reader, const CheckpointTensor& tensor) {
+  return reader.parts().logical(tensor).id.role;
+}
+
+/// Masters, in fp32, and moments.
+ExportFile states_of(const CheckpointReader& reader) {
+  ExportFile items;
   for (const CheckpointTensor& tensor : reader.tensors()) {
-    if (reader.parts().logical(tensor).id.role == Role::master()) trained.insert(tensor.name);
+    const Role& role = role_of(reader, tensor);
+    const bool is_master = role == Role::master();
+    if (!is_master && (!role.is_moment() || role.is_of_one_rank())) continue;
+    const auto saved = reader.parts().logical(tensor).dtype;
+    const auto dtype = is_master ? c10::ScalarType::Float : saved;
+    items.push_back({&tensor, saved, dtype, tensor.numel * element_bytes(dtype)});
   }
-  std::vector<ExportItem> items;
-  for (const CheckpointTensor& tensor : reader.tensors()) {
-    const Logical& logical = reader.parts().logical(tensor);
-    const Role& role = logical.id.role;
-    const bool is_frozen = role == Role::param() && !trained.contains(tensor.name);
-    const bool in_module = is_frozen || role == Role::buffer();
-    if (role.is_of_one_rank() && !in_module) continue;
-    if (role == Role::param() && !is_frozen) continue;  // the copy that computed
-    if (in_module != of_module) continue;
-    const auto dtype = role == Role::master() ? c10::ScalarType::Float : logical.dtype;
-    items.push_back({&tensor, logical.dtype, dtype, tensor.numel * element_bytes(dtype)});
-  }
+  return items;
+}
+
+/// Frozen weights and the first rank's buffers.
+ExportFile module_of(const CheckpointReader& reader) {
+  ExportFile items = select(reader, /*dtype=*/"", /*exclude_frozen=*/false);
+  std::erase_if(items, [&](const ExportItem& item) { return role_of(reader, *item.tensor) == Role::master(); });
   return items;
 }
 
@@ -44,8 +47,8 @@ class UniversalFolder {
       : reader_(reader),
         folder_(std::move(folder)),
         state_(read_json(reader.state_json())),
-        states_(items_of(reader, false)),
-        module_(items_of(reader, true)),
+        states_(states_of(reader)),
+        module_(module_of(reader)),
         steps_(static_cast<float>(state_.value("optimizer_steps", int64_t{0}))),
         meter_(progress, bytes_of(states_) + bytes_of(module_)) {}
 
@@ -64,7 +67,7 @@ class UniversalFolder {
   }
 
   void write_state(const ExportItem& item) {
-    const bool is_master = reader_.parts().logical(*item.tensor).id.role == Role::master();
+    const bool is_master = role_of(reader_, *item.tensor) == Role::master();
     const std::string folder = folder_ + "/zero/" + item.tensor->name;
     const std::string path = folder + "/" + (is_master ? "fp32" : item.tensor->role) + ".pt";
     make_folders(folder);
@@ -161,7 +164,7 @@ class UniversalFolder {
                    {"ds_version", kDeepspeed}});
     json& buffers = fields["buffer_names"] = json::array();
     for (const ExportItem& item : module_) {
-      if (reader_.parts().logical(*item.tensor).id.role.is_buffer()) buffers.push_back(item.tensor->name);
+      if (role_of(reader_, *item.tensor).is_buffer()) buffers.push_back(item.tensor->name);
     }
     return fields;
   }
@@ -177,7 +180,7 @@ class UniversalFolder {
     pickle.begin_list();
     pickle.begin_dict();
     for (const ExportItem& item : states_) {
-      if (reader_.parts().logical(*item.tensor).id.role != Role::master()) continue;
+      if (role_of(reader_, *item.tensor) != Role::master()) continue;
       pickle.text(item.tensor->name);
       pickle.size(item.tensor->shape);
     }
