@@ -4,10 +4,13 @@
 # flags. A compiler cache serves what used them only with the sloppiness that the Makefile sets.
 option(DEEPTIDE_PRECOMPILE "Precompile torch's headers" ${PROJECT_IS_TOP_LEVEL})
 
-set(DEEPTIDE_PRECOMPILED_HEADERS
-  <ATen/core/Tensor.h> <ATen/ops/empty.h> <ATen/ops/zeros.h> <torch/csrc/autograd/function.h>
-  <torch/csrc/distributed/c10d/Store.hpp>
-  <algorithm> <filesystem> <functional> <map> <memory> <optional> <set> <sstream> <string> <thread> <vector>)
+set(_plain <ATen/core/Tensor.h> <algorithm> <functional> <map> <memory> <optional> <set> <string> <vector>)
+# Each run instantiates anew what these headers' inline functions use: 3 to 5 s with operators, autograd and c10d, half a
+# second with tensors alone. So vector code gets only these, and uses their methods.
+set(DEEPTIDE_PRECOMPILED_vectors ${_plain})
+set(DEEPTIDE_PRECOMPILED_layers ${_plain} <ATen/ops/empty.h> <ATen/ops/zeros.h> <torch/csrc/autograd/function.h>
+  <torch/csrc/distributed/c10d/Store.hpp> <filesystem> <sstream> <thread>)
+set(DEEPTIDE_PRECOMPILED_tests ${DEEPTIDE_PRECOMPILED_layers} <gtest/gtest.h>)
 
 # deeptide_code_options(<variable> <target>): the target's compile options but those about warnings.
 function(deeptide_code_options variable target)
@@ -18,7 +21,7 @@ function(deeptide_code_options variable target)
 endfunction()
 
 # deeptide_precompile(<target> <set>): gives the headers above to a target of this set, whose targets have the same flags:
-# layers, or tests, which get gtest's as well.
+# layers, vectors or tests.
 function(deeptide_precompile target set)
   if(NOT DEEPTIDE_PRECOMPILE)
     return()
@@ -27,18 +30,16 @@ function(deeptide_precompile target set)
   if(NOT TARGET ${owner})
     set(source ${PROJECT_BINARY_DIR}/${owner}.cc)
     file(CONFIGURE OUTPUT ${source} CONTENT "int main() { return 0; }\n")
-    set(headers ${DEEPTIDE_PRECOMPILED_HEADERS})
     if(set STREQUAL "tests")
       add_executable(${owner} EXCLUDE_FROM_ALL ${source})  # as position-independent as they are
       target_link_libraries(${owner} PRIVATE GTest::gtest)
-      list(APPEND headers <gtest/gtest.h>)
     else()
       add_library(${owner} OBJECT EXCLUDE_FROM_ALL ${source})
     endif()
     get_target_property(options ${target} COMPILE_OPTIONS)
     target_compile_options(${owner} PRIVATE ${options})
     target_link_libraries(${owner} PRIVATE deeptide_torch)
-    target_precompile_headers(${owner} PRIVATE ${headers})
+    target_precompile_headers(${owner} PRIVATE ${DEEPTIDE_PRECOMPILED_${set}})
   endif()
   # gcc compiles with the header's code generation options, whatever the target's are.
   deeptide_code_options(wanted ${target})

@@ -8,14 +8,26 @@ mark_as_advanced(DEEPTIDE_UNITY_BATCH)
 
 # Sources whose anonymous namespaces clash with those of their neighbours. Rename what clashes rather than add a line.
 set(DEEPTIDE_UNITY_ALONE
-  # src
-  exchange.cc page_heap.cc sampler.cc schema_data.cc schema_monitor.cc schema_zero.cc shared_memory.cc transfer.cc
-  # tests
   distributed_options_test.cc elasticity_test.cc failures_test.cc host_failures_test.cc host_transport_test.cc
   meeting_test.cc pages_test.cc table_cases.cc transport_test.cc)
 
-# Joins the sources of a target. Left alone are sources that Highway compiles once per instruction set (they include
-# themselves), sources with compiler options of their own (CMake sees to that), and those of the list above.
+# deeptide_vector_sources(<variable> <source> …): those that Highway compiles once per instruction set. They include themselves.
+function(deeptide_vector_sources variable)
+  set(found "")
+  foreach(source ${ARGN})
+    get_filename_component(path "${source}" ABSOLUTE)
+    if(EXISTS "${path}")
+      file(STRINGS "${path}" includes_itself REGEX "HWY_TARGET_INCLUDE" LIMIT_COUNT 1)
+      if(includes_itself)
+        list(APPEND found ${source})
+      endif()
+    endif()
+  endforeach()
+  set(${variable} "${found}" PARENT_SCOPE)
+endfunction()
+
+# Joins the sources of a target. Left alone are sources with compiler options of their own (CMake sees to that), and those
+# of the list above.
 function(deeptide_unite target)
   if(NOT DEEPTIDE_UNITY)
     return()
@@ -28,13 +40,7 @@ function(deeptide_unite target)
   foreach(source ${sources})
     get_filename_component(name "${source}" NAME)
     get_filename_component(path "${source}" ABSOLUTE BASE_DIR "${folder}")
-    set(alone FALSE)
     if(name IN_LIST DEEPTIDE_UNITY_ALONE)
-      set(alone TRUE)
-    elseif(EXISTS "${path}")
-      file(STRINGS "${path}" alone REGEX "HWY_TARGET_INCLUDE" LIMIT_COUNT 1)
-    endif()
-    if(alone)
       set_source_files_properties("${path}" TARGET_DIRECTORY ${target} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
     else()
       math(EXPR joined "${joined} + 1")

@@ -15,7 +15,7 @@ using std::chrono::milliseconds;
 
 namespace {
 
-struct Place {
+struct Span {
   int64_t offset;
   int64_t bytes;
 };
@@ -34,14 +34,14 @@ class AllOffered : public Operation {
 }  // namespace
 
 Exchange::Exchange(const std::shared_ptr<Host>& host, std::shared_ptr<Arena> arena)
-    : arena_(std::move(arena)), ring_(std::make_shared<Ring>(host, kMaxOffers, sizeof(Place))) {}
+    : arena_(std::move(arena)), ring_(std::make_shared<Ring>(host, kMaxOffers, sizeof(Span))) {}
 
 Exchange::Offer Exchange::offer(const Tensor& flat) {
   char* slot = ring_->next_slot();
   TORCH_CHECK(slot != nullptr, "deeptide: ", kMaxOffers,
               " reductions are under way: another rank is far behind this one");
-  const Place place{arena_->offset_of(flat), static_cast<int64_t>(flat.nbytes())};
-  std::memcpy(slot, &place, sizeof(place));
+  const Span span{arena_->offset_of(flat), static_cast<int64_t>(flat.nbytes())};
+  std::memcpy(slot, &span, sizeof(span));
   const uint32_t number = ring_->post();
   return {std::make_shared<AllOffered>(ring_, number), number};
 }
@@ -50,11 +50,11 @@ std::vector<Tensor> Exchange::rows(uint32_t number, int64_t begin, int64_t numel
   std::vector<Tensor> rows;
   const auto item = static_cast<int64_t>(c10::elementSize(dtype));
   for (int peer = 0; peer < ring_->size(); ++peer) {
-    Place place{};
-    std::memcpy(&place, ring_->slot(peer, number), sizeof(place));
-    DEEPTIDE_INVARIANT((begin + numel) * item <= place.bytes, "rank of index ", peer, " offered ", place.bytes,
+    Span span{};
+    std::memcpy(&span, ring_->slot(peer, number), sizeof(span));
+    DEEPTIDE_INVARIANT((begin + numel) * item <= span.bytes, "rank of index ", peer, " offered ", span.bytes,
                        " bytes, ", (begin + numel) * item, " are needed");
-    rows.push_back(arena_->at(place.offset + begin * item, numel, dtype));
+    rows.push_back(arena_->at(span.offset + begin * item, numel, dtype));
   }
   return rows;
 }

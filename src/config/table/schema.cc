@@ -227,6 +227,8 @@ Key flag(std::string name, std::optional<bool> fallback, std::string doc) {
   return key;
 }
 
+Key enabled() { return flag("enabled", false, "Use it."); }
+
 Key integer(std::string name, std::optional<int64_t> fallback, std::string doc) {
   Key key = make(std::move(name), Kind::integer, std::move(doc));
   if (fallback) key.fallback = JsonValue(*fallback);

@@ -122,6 +122,7 @@ struct Variant {
 };
 
 Key flag(std::string name, std::optional<bool> fallback, std::string doc);
+Key enabled();  // a section's own flag, off unless given
 Key integer(std::string name, std::optional<int64_t> fallback, std::string doc);
 Key number(std::string name, std::optional<double> fallback, std::string doc);
 Key word(std::string name, std::optional<std::string> fallback, std::string doc);

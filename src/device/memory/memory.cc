@@ -15,6 +15,7 @@
 
 #include "base/text.h"
 #include "device/memory/idle_memory.h"
+#include "device/memory/pages.h"
 
 namespace deeptide::device {
 
@@ -23,13 +24,7 @@ using at::Tensor;
 
 namespace {
 
-constexpr int64_t kPage = 4096;
-constexpr int64_t kLargePage = 2 << 20;
 constexpr int64_t kLargeRequest = 256 << 10;  // below it, a separate buffer costs nothing
-
-constexpr int64_t kMostBytes = int64_t{1} << 56;
-
-int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 struct Mapping {
   char* start = nullptr;

@@ -9,18 +9,14 @@
 #include <iterator>
 #include <new>
 
+#include "device/memory/pages.h"
+
 namespace deeptide::device {
 namespace {
 
-constexpr int64_t kPage = 4096;
-constexpr int64_t kLargePage = 2 << 20;
 constexpr int64_t kMinGrowth = 8 << 20;
 constexpr int64_t kMaxGrowth = 64 << 20;
 constexpr uint64_t kWindow = 16384;  // counted in blocks: several steps of a large model
-
-constexpr int64_t kMostBytes = int64_t{1} << 56;  // more than any machine addresses; sums of a few of them fit
-
-int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 char* large_page_at_or_above(char* address) {
   return reinterpret_cast<char*>(round_up(reinterpret_cast<int64_t>(address), kLargePage));

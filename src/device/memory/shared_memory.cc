@@ -23,6 +23,7 @@
 #include "base/invariant.h"
 #include "device/memory/idle_memory.h"
 #include "device/memory/memory_limit.h"
+#include "device/memory/pages.h"
 
 namespace deeptide::device {
 
@@ -35,7 +36,6 @@ int64_t page_size() {
 
 namespace {
 
-constexpr int64_t kLargePage = 2 << 20;
 constexpr int64_t kWorthALook = 1 << 20;  // at the control groups' limits, which takes some 50 us
 constexpr int64_t kRanksAtOnce = 64;      // that may take as much at the same moment
 #ifndef MADV_POPULATE_WRITE
@@ -140,7 +140,7 @@ char* map(int fd, int64_t offset, int64_t bytes, int flags) {
   errno = error;
   if (!found) refuse("reserve " + std::to_string(bytes) + " bytes of addresses for shared memory");
   const auto begin = reinterpret_cast<int64_t>(base);
-  const int64_t aligned = (begin + kLargePage - 1) / kLargePage * kLargePage;
+  const int64_t aligned = round_up(begin, kLargePage);
   char* start = reinterpret_cast<char*>(aligned);
   void* mapped = ::mmap(start, bytes, PROT_READ | PROT_WRITE, flags | MAP_FIXED | MAP_NORESERVE, fd, offset);
   if (mapped == MAP_FAILED) {

@@ -3,8 +3,6 @@
 // Sixteen fp64 lanes a block. The square of a float is exact in fp64, so every instruction set gives the same sums.
 #include "numerics/sums/piece_squares.h"
 
-#include <ATen/ops/empty.h>
-
 #include <algorithm>
 
 #include "numerics/sums/ordered_sum.h"
@@ -64,7 +62,7 @@ void PieceSquares::add(int64_t begin, const float* values, int64_t count) {
 void PieceSquares::add(int64_t begin, const at::Tensor& values) {
   if (values.numel() == 0) return;
   if (!values.is_cpu()) {
-    const at::Tensor sum = at::empty({1}, values.options().dtype(at::kDouble));
+    const at::Tensor sum = values.new_empty({1}, at::kDouble);
     ordered_squares(values, sum);
     on_device_.push_back(sum.squeeze(0));
     return;

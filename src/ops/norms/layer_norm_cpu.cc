@@ -2,7 +2,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Layer normalization of a sum as vector code: each row is summed, measured and normalized while it is in the cache.
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <cmath>
@@ -277,7 +276,7 @@ void backward(const LayerNormGradients& from, const LayerNormInputGradients& to,
   // The number of rows alone says how they are cut, so that the sums do not depend on the threads.
   const int64_t chunk = std::max(kMinChunk, (count + kMaxChunks - 1) / kMaxChunks);
   const int64_t num_chunks = (count + chunk - 1) / chunk;
-  const Tensor sums_C2D = at::empty({num_chunks, 2, width}, from.mean_N.options());
+  const Tensor sums_C2D = from.mean_N.new_empty({num_chunks, 2, width});
   float* const sums = sums_C2D.mutable_data_ptr<float>();
   const int64_t grain = std::max<int64_t>(1, kGrainElements / (chunk * width));
   parallel_blocks(count, chunk, grain, [&](int64_t begin, int64_t end) {

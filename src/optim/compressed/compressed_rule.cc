@@ -4,7 +4,6 @@
 #include "optim/compressed/compressed_rule.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/lerp.h>
 
 #include <algorithm>
 
@@ -69,7 +68,7 @@ void CompressedRule::offer_reference(const Segment& segment, const Hyperparamete
   check(segment, hyper, terms);
   check_exchanged("carried", carried, segment);
   const Tensor gradient = detail::scaled_gradient(segment, terms, /*l2_decay=*/0.0f);
-  carried.add_(at::lerp(segment.states[0], gradient, momentum_weight(hyper)));
+  carried.add_(segment.states[0].lerp(gradient, momentum_weight(hyper)));
 }
 
 void CompressedElementRule::take(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms,

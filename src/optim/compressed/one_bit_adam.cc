@@ -8,8 +8,6 @@
 // Source: Tang et al. arXiv:2102.02888; Lu et al. arXiv:2202.06009, without its local steps; DeepSpeed's
 // runtime/fp16/onebit/adam.py, zoadam.py.
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/sqrt.h>
-#include <ATen/ops/where.h>
 
 #include "optim/compressed/compressed_rule.h"
 #include "optim/rules/adam.h"
@@ -119,7 +117,7 @@ class AdamBySigns : public CompressedElementRule {
     const OneBitAdamScalars s = scalars(hyper);
     segment.states[0].copy_(mean);
     const Tensor& v = segment.states[1];
-    const Tensor root = at::where(v.eq(0), mean.abs(), at::sqrt(v));
+    const Tensor root = mean.abs().where(v.eq(0), v.sqrt());
     segment.master.mul_(s.keep).addcdiv_(mean, root.add(s.eps), -s.lr);
   }
 

@@ -11,10 +11,6 @@
 // last one; p -= lr*c*f*u. DeepSpeed scales momenta so that one scale may serve all parameters; here each piece has a
 // scale of its own. Source: Li et al. arXiv:2104.06069; DeepSpeed's runtime/fp16/onebit/lamb.py.
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/div.h>
-#include <ATen/ops/sqrt.h>
-#include <ATen/ops/sub.h>
-#include <ATen/ops/where.h>
 
 #include <algorithm>
 #include <cmath>
@@ -202,14 +198,14 @@ class OneBitLamb final : public CompressedNormRule {
                         const Tensor& mean, int64_t first, TakenSums& sums) const override {
     const OneBitLambScalars s = scalars(hyper, numbers);
     const Tensor &m = segment.states[0], &v = segment.states[1], &w = segment.states[2];
-    const Tensor g = at::sub(mean, m, s.first_keep).mul_(s.first_inverse);
+    const Tensor g = mean.sub(m, s.first_keep).mul_(s.first_inverse);
     if (s.starts) w.copy_(v);
     w.mul_(s.second_keep).addcmul_(g, g, s.second_weight);
     m.copy_(mean);
-    const Tensor root = at::where(v.eq(0), mean.abs(), at::sqrt(v));
-    const Tensor frozen = root.add(s.eps), moving = at::sqrt(w).add_(s.eps);
-    sums.note_factor(at::div(frozen, moving).max().item<float>());
-    const Tensor direction = at::div(m, frozen);
+    const Tensor root = mean.abs().where(v.eq(0), v.sqrt());
+    const Tensor frozen = root.add(s.eps), moving = w.sqrt().add_(s.eps);
+    sums.note_factor(frozen.div(moving).max().item<float>());
+    const Tensor direction = m.div(frozen);
     sums.direction.add(first, direction);
     sums.update.add(first, direction.add(segment.master, s.decay));
   }

@@ -5,7 +5,6 @@
 // g = gradient+wd*p; sum += g*g; p -= lr/(1+(t-1)*lr_decay) * g / (sqrt(sum)+eps). Bytes moved per element: 20 in
 // fp32, 22 with a bf16 parameter. Source: Duchi et al., JMLR 12 (2011).
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/sqrt.h>
 
 #include "optim/rules/elementwise.h"
 #include "optim/rules/rule.h"
@@ -66,7 +65,7 @@ class Adagrad final : public Rule {
     const AdagradScalars s = scalars(hyper, terms);
     const Tensor gradient = detail::scaled_gradient(segment, terms, s.l2_decay), sum = segment.states[0];
     sum.addcmul_(gradient, gradient);
-    segment.master.addcdiv_(gradient, at::sqrt(sum).add_(s.eps), -s.step_size);
+    segment.master.addcdiv_(gradient, sum.sqrt().add_(s.eps), -s.step_size);
   }
 
   const size_t lr_ = index_of("lr"), lr_decay_ = index_of("lr_decay"), eps_ = index_of("eps"),

@@ -8,7 +8,6 @@
 #include "optim/rules/adam.h"
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/sqrt.h>
 
 #include <cmath>
 
@@ -113,7 +112,7 @@ void adam_aten(const Segment& segment, const AdamNumbers& numbers, const StepTer
   segment.master.mul_(s.keep);
   exp_avg.lerp_(gradient, s.first_weight);
   exp_avg_sq.mul_(s.second_keep).addcmul_(gradient, gradient, s.second_weight);
-  const Tensor denominator = at::sqrt(exp_avg_sq).div_(s.root_scale).add_(s.eps);
+  const Tensor denominator = exp_avg_sq.sqrt().div_(s.root_scale).add_(s.eps);
   segment.master.addcdiv_(exp_avg, denominator, -s.step_size);
 }
 

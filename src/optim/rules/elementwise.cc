@@ -3,8 +3,6 @@
 // Cuts a segment into ranges of streams, one per thread, or one per block where rows must be summed first.
 #include "optim/rules/elementwise.h"
 
-#include <ATen/ops/mul.h>
-
 #include <algorithm>
 
 #include "device/parallel.h"
@@ -233,7 +231,7 @@ void over_blocks(const Segment& segment, int64_t first,
 }
 
 Tensor scaled_gradient(const Segment& segment, const StepTerms& terms, float l2_decay) {
-  Tensor gradient = at::mul(segment.gradient.sum(), static_cast<float>(terms.gradient_scale));
+  Tensor gradient = segment.gradient.sum().mul(static_cast<float>(terms.gradient_scale));
   if (l2_decay != 0.0f) gradient.add_(segment.master, l2_decay);
   return gradient;
 }

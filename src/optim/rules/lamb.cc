@@ -9,10 +9,6 @@
 #include "optim/rules/lamb.h"
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/add.h>
-#include <ATen/ops/div.h>
-#include <ATen/ops/sqrt.h>
-#include <ATen/ops/where.h>
 
 #include <cmath>
 
@@ -62,9 +58,9 @@ HWY_EXPORT(lamb_apply);
 
 Tensor update_aten(const Segment& segment, const LambScalars& s) {
   const Tensor exp_avg = segment.states[0], exp_avg_sq = segment.states[1];
-  Tensor denominator = s.eps_inside_sqrt ? at::add(exp_avg_sq, s.eps).sqrt_() : at::sqrt(exp_avg_sq).add_(s.eps);
-  if (s.mean_where_unreached) denominator = at::where(exp_avg_sq.eq(0), exp_avg.abs().add_(s.eps), denominator);
-  return at::div(exp_avg, denominator).add_(segment.master, s.decay);
+  Tensor denominator = s.eps_inside_sqrt ? exp_avg_sq.add(s.eps).sqrt_() : exp_avg_sq.sqrt().add_(s.eps);
+  if (s.mean_where_unreached) denominator = exp_avg.abs().add_(s.eps).where(exp_avg_sq.eq(0), denominator);
+  return exp_avg.div(denominator).add_(segment.master, s.decay);
 }
 
 class Lamb final : public NormRule {

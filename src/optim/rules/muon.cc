@@ -6,10 +6,6 @@
 // p -= lr*sqrt(max(1, rows/columns)) * O, or lr*0.2*sqrt(max(rows, columns)) * O. In the operations and the order of
 // torch.optim.Muon. Source: Jordan et al. kellerjordan.github.io/posts/muon; Liu et al. arXiv:2502.16982.
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/addmm.h>
-#include <ATen/ops/lerp.h>
-#include <ATen/ops/mm.h>
-#include <ATen/ops/norm.h>
 
 #include <algorithm>
 #include <cmath>
@@ -109,16 +105,16 @@ class Muon final : public MatrixRule {
   Tensor update_of(const Tensor& direction, const Hyperparameters& hyper) const override {
     const bool tall = direction.size(0) > direction.size(1);
     Tensor x = tall ? direction.t().contiguous() : direction.clone();
-    x.div_(at::norm(x).clamp_min_(hyper[eps_]));  // the spectral norm is at most this one
+    x.div_(x.norm().clamp_min_(hyper[eps_]));  // the spectral norm is at most this one
     const bool widens = slow_in_bf16(x);
     const auto rounded = [&](const Tensor& product) {
       return widens ? product.to(at::kBFloat16).to(at::kFloat) : product;
     };
     if (widens) x = x.to(at::kFloat);
     for (int i = 0; i < static_cast<int>(hyper[ns_steps_]); ++i) {
-      const Tensor gram = rounded(at::mm(x, x.t()));
-      const Tensor polynomial = rounded(at::addmm(gram, gram, gram, hyper[second_], hyper[third_]));
-      x = rounded(at::addmm(x, polynomial, x, hyper[first_]));
+      const Tensor gram = rounded(x.mm(x.t()));
+      const Tensor polynomial = rounded(gram.addmm(gram, gram, hyper[second_], hyper[third_]));
+      x = rounded(x.addmm(polynomial, x, hyper[first_]));
     }
     return (tall ? x.t() : x).to(at::kBFloat16).contiguous();
   }
@@ -185,7 +181,7 @@ class Muon final : public MatrixRule {
     const MuonDirection s = direction_numbers(hyper, terms);
     const Tensor gradient = detail::scaled_gradient(segment, terms, /*l2_decay=*/0.0f);
     const Tensor momentum = segment.states[kMuonMomentum].lerp_(gradient, s.weight);
-    direction.copy_(s.nesterov ? at::lerp(gradient, momentum, s.momentum) : momentum);
+    direction.copy_(s.nesterov ? gradient.lerp(momentum, s.momentum) : momentum);
   }
 
   void apply_aten(const Tensor& master, const Hyperparameters& hyper, MatrixSizes sizes,

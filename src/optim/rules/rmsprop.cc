@@ -6,9 +6,6 @@
 // Without centering c is 0, without momentum b is g/d, and neither is kept. Bytes moved per element: 20 in fp32, 8 more
 // for each of the two. Source: Hinton's lecture 6e; Graves arXiv:1308.0850.
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/addcmul.h>
-#include <ATen/ops/div.h>
-#include <ATen/ops/sqrt.h>
 
 #include "optim/rules/elementwise.h"
 #include "optim/rules/rule.h"
@@ -103,9 +100,9 @@ class Rmsprop final : public Rule {
     Tensor variance = squares;
     if (mean.defined()) {
       mean.lerp_(gradient, s.weight);
-      variance = at::addcmul(squares, mean, mean, -1);
+      variance = squares.addcmul(mean, mean, -1);
     }
-    Tensor step = at::div(gradient, at::sqrt(variance).add_(s.eps));
+    Tensor step = gradient.div(variance.sqrt().add_(s.eps));
     if (buffer.defined()) step = buffer.mul_(s.momentum).add_(step);
     segment.master.sub_(step, s.lr);
   }

@@ -130,7 +130,7 @@ std::vector<Key> checkpoint_sections() {
       std::move(checkpoints),
       section("nebula", "Azure's checkpoint service.",
               {
-                  flag("enabled", false, "Use it."),
+                  enabled(),
                   word("nebula_load_path", {}, "Load from here."),
                   flag("enable_nebula_load", true, "Load through it."),
                   word("persistent_storage_path", {}, "Store here."),

@@ -6,8 +6,6 @@
 namespace deeptide::config {
 namespace {
 
-Key enabled() { return flag("enabled", false, "Use it."); }
-
 Key difficulty(const char* name, const char* doc) { return integer(name, {}, doc).at_least(0); }
 
 Key schedule_type() {

@@ -11,7 +11,7 @@ Key flops_profiler_section() {
   return section("flops_profiler",
                  "Counts of one step's operations: by module from Python, by kind of operator from C++.",
                  {
-                     flag("enabled", false, "Use it.").into(&FlopsProfilerConfig::enabled),
+                     enabled().into(&FlopsProfilerConfig::enabled),
                      number("recompute_fwd_factor", 0.0,
                             "Share of the forward pass that a checkpointed backward computes again; it is not counted "
                             "as work of the model.")
@@ -39,7 +39,7 @@ std::vector<Key> profilers() {
       flops_profiler_section(),
       section("comms_logger", "Log of the engine's collectives: volume, latency, bandwidth, and ranks that are late.",
               {
-                  flag("enabled", false, "Use it.").into(&CommsLoggerConfig::enabled),
+                  enabled().into(&CommsLoggerConfig::enabled),
                   flag("verbose", false, "A line for each one on rank 0.").into(&CommsLoggerConfig::verbose),
                   flag("prof_all", true, "All kinds.").into(&CommsLoggerConfig::prof_all),
                   flag("debug", false, "With the caller.")
@@ -64,21 +64,21 @@ std::vector<Key> monitors() {
   return {
       section("tensorboard", "Scalars to TensorBoard, on rank 0 of a program in Python.",
               {
-                  flag("enabled", false, "Use it.").into(&TensorboardConfig::enabled),
+                  enabled().into(&TensorboardConfig::enabled),
                   word("output_path", "", "Folder.").into(&TensorboardConfig::output_path),
                   word("job_name", kJob, "Name of the run: a folder in it.").into(&TensorboardConfig::job_name),
               })
           .switched_by("enabled"),
       section("csv_monitor", "Scalars to CSV files, one per name, on rank 0.",
               {
-                  flag("enabled", false, "Use it.").into(&CsvMonitorConfig::enabled),
+                  enabled().into(&CsvMonitorConfig::enabled),
                   word("output_path", "", "Folder.").into(&CsvMonitorConfig::output_path),
                   word("job_name", kJob, "Name of the run: a folder in it.").into(&CsvMonitorConfig::job_name),
               })
           .switched_by("enabled"),
       section("wandb", "Scalars to Weights & Biases, on rank 0 of a program in Python.",
               {
-                  flag("enabled", false, "Use it.").into(&WandbConfig::enabled),
+                  enabled().into(&WandbConfig::enabled),
                   word("group", {}, "Group.").into(&WandbConfig::group),
                   word("team", {}, "Team.").into(&WandbConfig::team),
                   word("project", "deepspeed", "Project.").into(&WandbConfig::project),
@@ -86,7 +86,7 @@ std::vector<Key> monitors() {
           .switched_by("enabled"),
       section("comet", "Scalars to Comet, on rank 0 of a program in Python.",
               {
-                  flag("enabled", false, "Use it.").into(&CometConfig::enabled),
+                  enabled().into(&CometConfig::enabled),
                   integer("samples_log_interval", 100, "Samples between two points of a name.")
                       .at_least(1)
                       .into(&CometConfig::samples_log_interval),
@@ -116,7 +116,7 @@ std::vector<Key> own_monitor_sections() {
       section("jsonl_monitor",
               "A record of the run for `deeptide report`, on rank 0: scalars, times, memory, and what was decided.",
               {
-                  flag("enabled", false, "Use it.").into(&JsonlMonitorConfig::enabled),
+                  enabled().into(&JsonlMonitorConfig::enabled),
                   word("output_path", "runs", "Folder.").into(&JsonlMonitorConfig::output_path),
                   word("job_name", "run", "Name of the run: a folder in it, which holds run.jsonl.")
                       .into(&JsonlMonitorConfig::job_name),
@@ -124,7 +124,7 @@ std::vector<Key> own_monitor_sections() {
           .switched_by("enabled"),
       section("timeline", "What every rank does, as files for Perfetto; `deeptide trace FOLDER` joins them.",
               {
-                  flag("enabled", false, "Use it.").into(&TimelineConfig::enabled),
+                  enabled().into(&TimelineConfig::enabled),
                   word("output_path", "timeline", "Folder.").into(&TimelineConfig::output_path),
                   integer("start_step", 3, "The first step that is recorded.")
                       .at_least(1)

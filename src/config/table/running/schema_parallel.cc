@@ -120,7 +120,7 @@ std::vector<Key> router_keys() {
 
 Key expert_parallel_section() {
   std::vector<Key> keys = {
-      flag("enabled", false, "Use it."),
+      enabled(),
       integer("autoep_size", 1, "Ranks that share the experts.").at_least(1),
       integer("expert_tensor_parallel_size", 1, "Ranks that share one expert.").at_least(1),
       choice("preset_model", {}, {"mixtral", "qwen3_moe", "qwen3_5_moe", "deepseek_v2", "deepseek_v3"}, "Known model."),

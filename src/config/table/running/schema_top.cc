@@ -31,7 +31,7 @@ std::vector<Key> batch_keys() {
   };
 }
 
-std::vector<Key> gradient_keys() {
+std::vector<Key> reduction_keys() {
   return {
       choice<DataType>("communication_data_type", {}, data_types(), "Data type in which ranks exchange gradients.")
           .ignoring_case()
@@ -110,7 +110,7 @@ std::vector<Key> report_keys() {
 
 std::vector<Key> top_level_keys() {
   std::vector<Key> keys = batch_keys();
-  for (auto part : {gradient_keys(), report_keys()}) keys.insert(keys.end(), part.begin(), part.end());
+  for (auto part : {reduction_keys(), report_keys()}) keys.insert(keys.end(), part.begin(), part.end());
   return keys;
 }
 

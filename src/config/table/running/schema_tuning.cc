@@ -13,7 +13,7 @@ Key elasticity_section() {
   return section(
              "elasticity", "One global batch that suits many numbers of ranks; it sets all three batch sizes.",
              {
-                 flag("enabled", false, "Use it.").into(&ElasticityConfig::enabled),
+                 enabled().into(&ElasticityConfig::enabled),
                  integer("max_train_batch_size", 2000, "Largest global batch; to be given when enabled.")
                      .at_least(1)
                      .into(&ElasticityConfig::max_train_batch_size),

@@ -41,7 +41,7 @@ std::vector<Key> compile_sections() {
           .later(),
       section("hybrid_engine", "Training and generation in turns.",
               {
-                  flag("enabled", false, "Use it."),
+                  enabled(),
                   integer("max_out_tokens", 512, "Longest output.").at_least(1),
                   integer("inference_tp_size", 1, "Ranks that share a layer.").at_least(1),
                   flag("release_inference_cache", false, "Free the cache after generation."),

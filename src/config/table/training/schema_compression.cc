@@ -8,8 +8,6 @@ namespace {
 
 const char* const kSwitch = "shared_parameters.enabled";
 
-Key enabled() { return flag("enabled", false, "Use it."); }
-
 Key offset(int64_t steps) {
   return integer("schedule_offset", steps, "It begins after so many optimizer steps.").at_least(0);
 }

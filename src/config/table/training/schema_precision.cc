@@ -60,7 +60,7 @@ Key bf16_section() {
 Key torch_autocast_section() {
   return section("torch_autocast", "torch.autocast around the forward pass.",
                  {
-                     flag("enabled", false, "Use it.").into(&PrecisionConfig::autocast),
+                     enabled().into(&PrecisionConfig::autocast),
                      choice<DataType>("dtype", DataType::bf16,
                                       {{"bfloat16", DataType::bf16},
                                        {"float16", DataType::fp16},
@@ -118,7 +118,7 @@ std::vector<std::pair<std::string_view, DataType>> data_types() {
 std::vector<Key> precision_sections() {
   return {fp16_section(), bf16_section(), torch_autocast_section(),
           section("amp", "NVIDIA apex; the other keys go to apex.amp.initialize.",
-                  {flag("enabled", false, "Use it."), choice("opt_level", {}, {"O0", "O1", "O2", "O3"}, "Its level.")})
+                  {enabled(), choice("opt_level", {}, {"O0", "O1", "O2", "O3"}, "Its level.")})
               .leaves_open()
               .switched_by("enabled")
               .later("there is no Apex here: \"bf16\", \"fp16\" or \"torch_autocast\" do what it did"),
