@@ -7,11 +7,11 @@
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/embedding.h>
 
-#include <regex>
 #include <set>
 #include <utility>
 
 #include "base/libraries/format.h"
+#include "base/libraries/pattern.h"
 #include "deeptide/quantize.h"
 
 namespace deeptide::compression {
@@ -55,10 +55,10 @@ bool is(const torch::nn::Module& module) {
   return dynamic_cast<const Kind*>(&module) != nullptr;
 }
 
-std::regex regex_of(const Group& group, const std::string& pattern, const char* key) {
+Pattern pattern_of(const Group& group, const std::string& pattern, const char* key) {
   try {
-    return std::regex(pattern == "*" ? ".*" : pattern);
-  } catch (const std::regex_error& error) {
+    return Pattern(pattern == "*" ? ".*" : pattern);
+  } catch (const PatternError& error) {
     throw ConfigError(format_text("{}.{}: '{}' is no regular expression ({}); give a part of a module's name",
                                   group.path, key, pattern, error.what()));
   }
@@ -135,14 +135,14 @@ bool can_take(const torch::nn::Module& module, const std::string& technique) {
 
 std::vector<Layer> matching(torch::nn::Module& model, const Group& group, const std::string& pattern, bool is_related) {
   const char* const key = is_related ? "related_modules" : "modules";
-  const std::regex search = regex_of(group, pattern, key);
+  const Pattern search = pattern_of(group, pattern, key);
   std::vector<Layer> found;
   std::set<const torch::nn::Module*> seen;  // a module may have several names
   for (const auto& item : model.named_modules("", /*include_self=*/false)) {
     const torch::nn::Module& module = *item.value();
     const bool fits = is_related ? is<LinearImpl>(module) || is<Conv2dImpl>(module) || is<BatchNorm2dImpl>(module)
                                  : can_take(module, group.technique);
-    if (fits && std::regex_search(item.key(), search) && seen.insert(&module).second) {
+    if (fits && search.is_in(item.key()) && seen.insert(&module).second) {
       found.emplace_back(item.key(), item.value());
     }
   }

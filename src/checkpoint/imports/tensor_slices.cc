@@ -21,12 +21,6 @@ int64_t product(Shape::const_iterator begin, Shape::const_iterator end) {
   return std::accumulate(begin, end, int64_t{1}, std::multiplies<>());
 }
 
-#ifdef __GLIBCXX__
-constexpr auto kSyntax = std::regex_constants::ECMAScript | std::regex_constants::__polynomial;  // never exponential
-#else
-constexpr auto kSyntax = std::regex_constants::ECMAScript;
-#endif
-
 }  // namespace
 
 void TensorSlices::note(const std::string& name, int64_t slice, const Shape& shape) {
@@ -44,10 +38,9 @@ bool TensorSlices::matches(const PickleValue& pattern, const std::string& name) 
   if (pattern.text.size() > kMostCharacters || name.size() > kMostCharacters) refuse(name, "a pattern is too long");
   try {
     auto known = patterns_.find(&pattern);
-    if (known == patterns_.end()) known = patterns_.emplace(&pattern, std::regex(pattern.text, kSyntax)).first;
-    // Python's re.match: from the first character on.
-    return std::regex_search(name, known->second, std::regex_constants::match_continuous);
-  } catch (const std::regex_error&) {
+    if (known == patterns_.end()) known = patterns_.emplace(&pattern, Pattern(pattern.text)).first;
+    return known->second.begins(name);  // as Python's re.match
+  } catch (const PatternError&) {
     refuse(name, "the pattern '" + pattern.text.substr(0, 80) + "' cannot be read");
   }
 }

@@ -4,12 +4,12 @@
 #pragma once
 
 #include <map>
-#include <regex>
 #include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "base/libraries/pattern.h"
 #include "checkpoint/imports/foreign_table.h"
 
 namespace deeptide::checkpoint {
@@ -59,7 +59,7 @@ class TensorSlices {
   int64_t count_;
   std::map<std::string, std::map<int64_t, Shape>> shapes_;  // by name and slice
   std::set<std::string> buffers_;
-  mutable std::map<const PickleValue*, std::regex> patterns_;          // those that were asked for
+  mutable std::map<const PickleValue*, Pattern> patterns_;             // those that were asked for
   mutable std::map<std::pair<std::string, int64_t>, Layout> layouts_;  // likewise, by name and slice
 };
 
