@@ -34,7 +34,7 @@ _STUBTEST_ALLOWS = r"""
 # Parts of _C's stub, which is one module
 deeptide\._C_(checkpoint|curriculum|deferred|layers|memory|parallel|reports)
 # functools.cache: its type has lost the parameters that inspect still finds
-deeptide\._process\.operators\.share_operators
+deeptide\._process\.operators\._share
 deeptide\._optimizers\.groups\.(_table_of|keys_of)
 deeptide\._model\.compiled\.(_say_once|_serve_compiled_graphs)
 deeptide\.tensor\.positions\._derived

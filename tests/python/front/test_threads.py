@@ -13,6 +13,19 @@ import deeptide
 NUM_THREADS = 4
 
 
+def test_ranks_find_operators_made():
+    """A lookup that runs Python code lets another thread in, and torch's C++ side asserts that none came."""
+    deeptide.make_world(torch.distributed.HashStore(), 0, 2)
+    missing = []
+    for full in torch._C._dispatch_get_all_op_names():
+        namespace, _, name = full.partition("::")
+        packet, _, overload = name.partition(".")
+        found = vars(vars(torch.ops).get(namespace, torch)).get(packet)
+        if found is None or (overload or "default") not in vars(found):
+            missing.append(full)
+    assert missing == []
+
+
 def overloads(aten, names, meeting, found):
     meeting.wait()
     found.append([getattr(aten, name).default for name in names])
