@@ -39,7 +39,7 @@ endif()
 # Only the fused multiply-adds that are written: vectors and their tails round alike, on every instruction set. For all
 # sources, since gcc takes this option from a precompiled header rather than from its command line.
 add_compile_options(-ffp-contract=off)
-# gcc looks for garbage as soon as it holds 128 MB, over and over, and finds little: a tenth of its time, for a tenth more memory.
+# gcc looks for garbage from 128 MB on, over and over, and finds little: a tenth of its time, for a tenth more memory.
 add_compile_options($<$<CXX_COMPILER_ID:GNU>:--param=ggc-min-heapsize=4000000>)
 # The library exports only what include/ marks with DEEPTIDE_API.
 set(CMAKE_CXX_VISIBILITY_PRESET hidden)

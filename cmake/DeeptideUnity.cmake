@@ -11,7 +11,8 @@ set(DEEPTIDE_UNITY_ALONE
   distributed_options_test.cc elasticity_test.cc failures_test.cc host_failures_test.cc host_transport_test.cc
   meeting_test.cc pages_test.cc table_cases.cc transport_test.cc)
 
-# deeptide_vector_sources(<variable> <source> …): those that Highway compiles once per instruction set. They include themselves.
+# deeptide_vector_sources(<variable> <source> …): those that Highway compiles once per instruction set, and which include
+# themselves.
 function(deeptide_vector_sources variable)
   set(found "")
   foreach(source ${ARGN})
