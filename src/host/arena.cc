@@ -8,18 +8,13 @@
 #include <mutex>
 
 #include "base/invariant.h"
+#include "device/memory/pages.h"
 
 namespace deeptide::host {
 
 using at::Tensor;
-
-namespace {
-
-constexpr int64_t kLargePage = 2 << 20;
-
-int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
-
-}  // namespace
+using device::kLargePage;
+using device::round_up;
 
 /// First fit over free ranges; a returned range is joined with its neighbours.
 class Arena::Heap {

@@ -9,13 +9,14 @@
 #include <tuple>
 
 #include "device/memory/memory.h"
+#include "device/memory/pages.h"
 
 namespace deeptide::sharding {
 namespace {
 
-constexpr int64_t kSmallUnit = 1 << 16;  // elements: neighbouring blocks below this size share a unit and a collective
+using device::round_up;
 
-int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+constexpr int64_t kSmallUnit = 1 << 16;  // elements: neighbouring blocks below this size share a unit and a collective
 
 int64_t alignment(at::ScalarType dtype) {
   return device::kAlignmentBytes / static_cast<int64_t>(c10::elementSize(dtype));

@@ -25,8 +25,6 @@ namespace deeptide::tiers {
 
 namespace {
 
-int64_t rounded_up(int64_t bytes) { return (bytes + io::kAlignment - 1) / io::kAlignment * io::kAlignment; }
-
 [[noreturn]] void fail(const std::string& what, const std::string& folder, int error) {
   throw std::runtime_error("offloading to files: " + what + " in '" + folder + "': " + std::strerror(error) +
                            (error == ENOSPC || error == EDQUOT || error == EFBIG
@@ -102,7 +100,7 @@ DiskRegion SwapFile::reserve(int64_t bytes) {
   DiskRegion region;
   region.num_blocks_ = (bytes + kSwapBlockBytes - 1) / kSwapBlockBytes;
   if (region.num_blocks_ == 0) return region;
-  region.last_bytes_ = rounded_up(bytes - (region.num_blocks_ - 1) * kSwapBlockBytes);
+  region.last_bytes_ = io::align_up(bytes - (region.num_blocks_ - 1) * kSwapBlockBytes);
   const size_t count = files_.size();
   std::vector<int64_t> needed(count, 0);  // by stripe of the region
   for (int64_t i = 0; i < region.num_blocks_; ++i) {
