@@ -16,6 +16,7 @@ namespace deeptide {
 struct PlannedWorld {
   int size = 1;
   int ranks_per_host = 0;  // 0: one host has all
+  bool is_stage = false;   // they are one stage of a pipeline, which may own no parameters
 };
 
 /// One rank's, at its peak. Units: bytes.

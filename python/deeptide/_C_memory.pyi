@@ -79,6 +79,7 @@ def plan(
     options: InitOptions,
     world_size: int,
     ranks_per_host: int,
+    is_stage: bool = False,
     tensor: int = 1,
     slices: Sequence[tuple[str, int, Sequence[int]]] = [],
 ) -> MemoryPlan: ...

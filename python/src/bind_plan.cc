@@ -10,9 +10,10 @@
 namespace deeptide::python {
 namespace {
 
-/// `tensor`: so many neighbouring ranks share each of `slices`, by name, dimension and blocks.
+/// `is_stage`: the ranks are one stage of a pipeline. `tensor`: so many neighbouring ranks share each of `slices`, by
+/// name, dimension and blocks.
 MemoryPlan make_plan(const ModelDescription& model, const Config& config, const InitOptions& options, int world_size,
-                     int ranks_per_host, int tensor,
+                     int ranks_per_host, bool is_stage, int tensor,
                      const std::vector<std::tuple<std::string, int64_t, std::vector<int64_t>>>& slices) {
   const py::gil_scoped_release no_gil;
   InitOptions meshed = options;
@@ -21,7 +22,7 @@ MemoryPlan make_plan(const ModelDescription& model, const Config& config, const 
     for (const auto& [name, dim, blocks] : slices) cut.push_back({name, dim, blocks});
     meshed.axes = tensor_axes({.tensor = tensor}, world_size, std::move(cut), {}, nullptr);
   }
-  return plan(model, config, meshed, {.size = world_size, .ranks_per_host = ranks_per_host});
+  return plan(model, config, meshed, {.size = world_size, .ranks_per_host = ranks_per_host, .is_stage = is_stage});
 }
 
 /// Folders that the configuration names for files.
@@ -93,7 +94,8 @@ void bind_plan(py::module_& module) {
       .def_readonly("phases", &MemoryPlan::phases)
       .def_readonly("transfers", &MemoryPlan::transfers);
   module.def("plan", &make_plan, py::arg("model"), py::arg("config"), py::arg("options"), py::arg("world_size"),
-             py::arg("ranks_per_host"), py::arg("tensor") = 1, py::arg("slices") = py::list());
+             py::arg("ranks_per_host"), py::arg("is_stage") = false, py::arg("tensor") = 1,
+             py::arg("slices") = py::list());
   module.def("offload_folders", &offload_folders, py::arg("config"));
   bind_machine(module);
 }

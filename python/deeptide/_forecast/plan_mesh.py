@@ -192,5 +192,6 @@ def plans_of_stages(
         filled = [_C.ParameterGroup(mine, values) for mine, values in own if mine]
         trains = override if filled else ""  # else the stage is frozen
         options = _C.InitOptions(None, filled, trains, None, None)
-        plans.append(_C.plan(part.description, config, options, ranks, on_host, mesh.tensor, part.slices))
+        is_stage = mesh.pipeline > 1
+        plans.append(_C.plan(part.description, config, options, ranks, on_host, is_stage, mesh.tensor, part.slices))
     return plans

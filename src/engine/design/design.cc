@@ -113,7 +113,7 @@ int64_t Designer::divisor_of(const UnitRow& row, const Tenancy* tenancy) const {
 /// A unit moves in one collective, so the bucket sizes bound it.
 void Designer::cut() {
   refuse_axes(config_, made_.topology, made_.rule.get(), made_.steps_whole);
-  const bool is_stage = made_.topology.mesh.size(world::Axis::pipe) > 1;  // others may have what is trained
+  const bool is_stage = made_.topology.is_stage();  // others may have what is trained
   specs_ = specs();
   TORCH_CHECK_VALUE(is_stage || !specs_.empty(), "the model has no parameters: nothing to train");
   check_trainable(specs_, made_.compute_dtype, made_.rule && !is_stage ? config_.origin() : "");

@@ -263,7 +263,8 @@ MemoryPlan plan(const ModelDescription& model, const Config& config, const InitO
   TORCH_CHECK_VALUE(world.size > 0 && world.ranks_per_host > 0 && world.size % world.ranks_per_host == 0, "plan: got ",
                     world.size, " ranks, ", world.ranks_per_host, " on each host; expected a whole number of hosts");
   engine::Topology topology{.mesh = world::Mesh::data_parallel(world.size),
-                            .on_host = engine::may_share_memory(config) ? world.ranks_per_host : 1};
+                            .on_host = engine::may_share_memory(config) ? world.ranks_per_host : 1,
+                            .is_planned_stage = world.is_stage};
   if (options.axes) {
     topology.mesh = options.axes->mesh_of(world.size);
     topology.tenancies = options.axes->tenancies;

@@ -41,11 +41,12 @@ struct Axes {
 
 struct Topology {
   world::Mesh mesh = world::Mesh::data_parallel(1);
-  int rank = 0;           // whose share is designed; on paper the first rank's
-  int on_host = 1;        // ranks of this host that reach each other's memory
-  bool uniform = true;    // every host has as many
-  bool in_order = true;   // of consecutive numbers
-  bool can_share = true;  // false: a host was found to have no memory for its ranks to share
+  int rank = 0;                   // whose share is designed; on paper the first rank's
+  int on_host = 1;                // ranks of this host that reach each other's memory
+  bool uniform = true;            // every host has as many
+  bool in_order = true;           // of consecutive numbers
+  bool is_planned_stage = false;  // on paper a stage has a mesh of its own
+  bool can_share = true;          // false: a host was found to have no memory for its ranks to share
   /// The measured share of states in files, or off a device; absent: not measured (yet).
   std::optional<double> ratio = {};
   std::vector<Tenancy> tenancies = {};             // parameters that none of them names live along `data_axes`
@@ -61,6 +62,8 @@ struct Topology {
   /// The tenancy of a parameter of this name: an index into `tenancies`, or -1.
   int tenancy_of(const std::string& name) const;
 
+  /// Whether other stages of a pipeline may have parameters.
+  bool is_stage() const { return is_planned_stage || mesh.size(world::Axis::pipe) > 1; }
   /// Whether all ranks are on one host.
   bool is_one_host() const { return on_host == data().size(); }
   /// Whether several ranks share each of several hosts, so that collectives go host by host.

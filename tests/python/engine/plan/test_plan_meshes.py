@@ -86,6 +86,27 @@ def test_a_stage_may_be_frozen():
     assert sum(stage.core.num_parameters for stage in plan.stages) == sum(p.numel() for p in model.parameters())
 
 
+def of_functions_alone(world, settings):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Tanh())
+    planned = deeptide.plan(model, settings, world.size)
+    engine = deeptide.initialize(model=model, config=settings, world=world)[0]
+    lines = {line.role: line for line in engine.memory()}
+    engine.destroy()
+    stage = planned.stages[world.rank]
+    return stage.core.num_parameters, sizes(stage.lines, "memory_bytes"), sizes(lines, "predicted_bytes")
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_stage_may_own_nothing(zero):
+    settings = families.config(zero, 2, 2)
+    settings["parallel"] = {"pipeline": {"stages": 2, "cut": ["2"]}}
+    counts = []
+    for count, planned, forecast in run_ranks(2, of_functions_alone, settings):
+        assert planned == forecast
+        counts.append(count)
+    assert counts == [2 * (8 * 8 + 8), 0]
+
+
 def test_planning_changes_nothing_in_the_model():
     model = families.make("gpt2")
     before = {name: (id(p), p.shape) for name, p in model.named_parameters()}
