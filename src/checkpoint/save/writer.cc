@@ -9,6 +9,7 @@
 #include <map>
 #include <set>
 #include <utility>
+#include <vector>
 
 #include "checkpoint/format/contents.h"
 #include "checkpoint/format/file_io.h"
@@ -38,13 +39,27 @@ int64_t add_apart(const Snapshot& snapshot, const std::string& growing, int64_t 
   return bytes;
 }
 
+[[noreturn]] void fail_without(const std::string& path, int rank, const SaveTarget& target) {
+  throw CheckpointError("cannot commit " + folder_path(target.directory, target.tag) + ": rank " +
+                        std::to_string(rank) + " has no " + path +
+                        "; is it on a filesystem that every rank sees, and does no other job save this tag?");
+}
+
+// Another job takes a growing folder whole, but another rank of this save may then make it again, and the table of a
+// rank that was slower would stand there for files that are gone.
+void check_written(const RankTable& table, const std::vector<ShardFile>& files, const SaveTarget& target, int rank) {
+  for (const auto& [name, hash] : table.header_hashes) {
+    const std::string path = growing_path(target) + "/" + name;
+    if (!exists(path)) fail_without(path, rank, target);
+  }
+  for (const ShardFile& file : files) {
+    if (!exists(file.path)) fail_without(file.path, rank, target);
+  }
+}
+
 RankTable read_rank_table(const std::string& growing, int rank, const SaveTarget& target) {
   const std::string path = growing + "/" + rank_table_name(rank);
-  if (!exists(path)) {
-    throw CheckpointError("cannot commit " + folder_path(target.directory, target.tag) + ": rank " +
-                          std::to_string(rank) + " has no " + path +
-                          "; is it on a filesystem that every rank sees, and does no other job save this tag?");
-  }
+  if (!exists(path)) fail_without(path, rank, target);
   RankTable table = decode_rank_table(read_text(path), path);
   if (table.nonce != nonce_text(target.nonce)) {
     throw CheckpointError("cannot commit " + folder_path(target.directory, target.tag) + ": " + path + " is of save " +
@@ -144,6 +159,7 @@ int64_t write_rank(const SaveTarget& target, const Snapshot& snapshot, int64_t b
   }
   bytes += add_apart(snapshot, growing, buffer_bytes, table);
   write_text(table_path, encode(table));
+  check_written(table, layout.files, target, snapshot.rank);
   sync_folder(growing);
   return bytes;
 }

@@ -9,6 +9,7 @@
 #include <filesystem>
 #include <fstream>
 #include <thread>
+#include <utility>
 
 #include "checkpoint/save/user_files.h"
 #include "checkpoint/scratch.h"
@@ -199,6 +200,25 @@ TEST(TwoJobs, SavingAgainAndAgainAtOnceLeaveAWholeCheckpoint) {
   second.join();
   EXPECT_GT(committed[0] + committed[1], 0);
   EXPECT_EQ(saved_element(scratch.path(), "w0"), saved_element(scratch.path(), "w1"));
+}
+
+/// The other job takes the folder while rank 1 writes, and rank 0 comes later and makes it again.
+TEST(TwoJobs, DoNotCommitARankWhoseFilesWentWhileItWrote) {
+  Scratch scratch;
+  const SaveTarget one = job(scratch.path(), 1), other = job(scratch.path(), 2);
+  Piece piece = filled("w1", 1);
+  bool is_taken = false;
+  piece.data = PieceData(at::kFloat, [&](int64_t, const Tensor& block) {
+    block.fill_(1);
+    if (std::exchange(is_taken, true)) return;
+    remove_other_saves(other);
+    write_half(one, 0, 1);
+  });
+  const std::string text = error_of([&] { write_rank(one, {1, {on_data_axis(1), "{}"}, {piece}}); });
+  EXPECT_TRUE(contains(text, "rank 1 has no " + growing_path(one) + "/rank_00001.safetensors")) << text;
+  EXPECT_TRUE(is_taken);
+  abandon(one);
+  EXPECT_TRUE(list_folder(scratch.path()).empty());
 }
 
 TEST(TwoJobs, DrawNoncesOfTheirOwn) {
