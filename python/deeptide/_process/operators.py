@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
@@ -13,6 +14,7 @@ import torch
 from torch._ops import OpOverloadPacket, _OpNamespace
 
 _lock = threading.RLock()  # a namespace asks a packet
+_num_made = 0  # operators; libraries that are imported later bring others
 
 
 def _unlock_in_child() -> None:
@@ -36,19 +38,19 @@ def _find_once(kind: Any) -> None:
     kind.__getattr__ = find_once
 
 
-def _make_all() -> None:
-    """Makes the objects of all operators that are registered: 0.1 s and 4 MB."""
-    for full in torch._C._dispatch_get_all_op_names():
-        namespace, _, name = full.partition("::")
-        packet, _, overload = name.partition(".")
-        getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
-
-
 @functools.cache
 def _share() -> None:
     for kind in (type(torch.ops), _OpNamespace, OpOverloadPacket):
         _find_once(kind)
-    _make_all()
+
+
+def _make_all(names: list[str]) -> None:
+    """Makes the operators' objects: 0.1 s and 4 MB for all of torch's."""
+    for full in names:
+        namespace, _, name = full.partition("::")
+        packet, _, overload = name.partition(".")
+        with contextlib.suppress(AttributeError):  # a library may register a kernel before its operator
+            getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
 
 
 def share_operators() -> None:
@@ -59,7 +61,12 @@ def share_operators() -> None:
     objects. The second replaces the first, and the process crashes where a dispatch mode is handed the first one. Nor
     may a second thread ask C++ while the first one's lookup runs Python code, even if both find one object: it ends in
     an assertion of PyHandleCache. Where the object is made, a lookup runs none. So only operators that are registered
-    later than this can meet that.
+    later than the last call, which each `make_world` is, can meet that.
     """
+    global _num_made
     with _lock:
         _share()
+        names = torch._C._dispatch_get_all_op_names()
+        if len(names) != _num_made:
+            _make_all(names)
+            _num_made = len(names)

@@ -26,6 +26,16 @@ def test_ranks_find_operators_made():
     assert missing == []
 
 
+def test_a_kernel_may_be_registered_before_its_operator():
+    library = torch.library.Library("deeptide_test_kernels", "IMPL")
+    library.impl("early", torch.clone, "CPU")
+    deeptide.make_world(torch.distributed.HashStore(), 0, 2)
+    whole = torch.library.Library("deeptide_test_kernels", "FRAGMENT")
+    whole.define("early(Tensor x) -> Tensor")
+    deeptide.make_world(torch.distributed.HashStore(), 0, 2)
+    assert torch.equal(torch.ops.deeptide_test_kernels.early(torch.ones(2)), torch.ones(2))
+
+
 def overloads(aten, names, meeting, found):
     meeting.wait()
     found.append([getattr(aten, name).default for name in names])
