@@ -200,11 +200,11 @@ TEST(Arrivals, HaveTheBitsOfAStepThatWaits) {
     for (const int stage : {1, 2}) {
       for (const auto dtype : {at::kFloat, at::kBFloat16}) {
         run_ranks(size, [&](const World& world) {
+          comm::Group group = reductions_of(world);
           const Groups groups{Hyperparameters("AdamW"), Hyperparameters("AdamW")};
-          Stage plain(apart(world, "plain"), stage, dtype, optim::find_rule("AdamW"), groups);
-          const World other = apart(world, "late");
-          Stage late(other, stage, dtype, optim::find_rule("AdamW"), groups);
-          comm::Group gathers(other, comm::Team::whole(other), "gathers", {.timeout = kLong, .board = board_of(world)});
+          Stage plain(group, stage, dtype, optim::find_rule("AdamW"), groups);
+          Stage late(group, stage, dtype, optim::find_rule("AdamW"), groups);
+          comm::Group gathers(world, comm::Team::whole(world), "gathers", {.timeout = kLong, .board = board_of(world)});
           std::vector<Unit*> units;
           for (const auto& unit : late.units) units.push_back(unit.get());
           Arrivals arrivals(units, gathers, at::kCPU);

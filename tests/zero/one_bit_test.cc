@@ -160,7 +160,8 @@ TEST_P(BySignsInWorlds, StepsAsItsSimulationDoes) {
   const auto [type, ranks] = GetParam();
   const Groups groups = groups_of(type);
   run_ranks(ranks, [&, type = type, ranks = ranks](const World& world) {
-    Stage stage(world, 0, at::kFloat, optim::find_rule(type), groups);
+    comm::Group group = reductions_of(world);
+    Stage stage(group, 0, at::kFloat, optim::find_rule(type), groups);
     auto simulated = simulations(stage, ranks);
     for (int count = 0; count < kWarmUp + kCompressed; ++count) {
       step_ranks(stage, count, world.rank, groups);
@@ -188,7 +189,8 @@ INSTANTIATE_TEST_SUITE_P(Worlds, BySignsInWorlds,
 TEST(OneBitAdam, LeavesParametersWithoutAGradientAndTheirErrorsAlone) {
   const Groups groups = groups_of("OneBitAdam");
   run_ranks(2, [&](const World& world) {
-    Stage stage(world, 0, at::kFloat, optim::find_rule("OneBitAdam"), groups);
+    comm::Group group = reductions_of(world);
+    Stage stage(group, 0, at::kFloat, optim::find_rule("OneBitAdam"), groups);
     for (int count = 0; count <= kWarmUp; ++count) step_ranks(stage, count, world.rank, groups);
     const auto before = stage.state();
     const Tensor carried = stage.optimizer->signs()->carried(0).clone();
@@ -211,7 +213,8 @@ TEST(OneBitAdam, LeavesParametersWithoutAGradientAndTheirErrorsAlone) {
 TEST(OneBitLamb, GoesOnByTheNumbersOfItsParameters) {
   const Groups groups = groups_of("OneBitLamb");
   run_ranks(2, [&](const World& world) {
-    Stage stage(apart(world, "one"), 0, at::kFloat, optim::find_rule("OneBitLamb"), groups);
+    comm::Group group = reductions_of(world);
+    Stage stage(group, 0, at::kFloat, optim::find_rule("OneBitLamb"), groups);
     EXPECT_EQ(stage.optimizer->counts().parameter_numbers().at("p0"), (std::vector<double>{0.0, 1.0, 0.0}));
     for (int count = 0; count < kWarmUp; ++count) step_ranks(stage, count, world.rank, groups);
     const auto warm = stage.optimizer->counts().parameter_numbers();
@@ -234,7 +237,8 @@ TEST(OneBitLamb, GoesOnByTheNumbersOfItsParameters) {
 TEST(OneBitAdam, SendsOneBitPerElementAndAScalePerPiece) {
   const Groups groups = groups_of("OneBitAdam");
   run_ranks(2, [&](const World& world) {
-    Stage stage(world, 0, at::kFloat, optim::find_rule("OneBitAdam"), groups);
+    comm::Group group = reductions_of(world);
+    Stage stage(group, 0, at::kFloat, optim::find_rule("OneBitAdam"), groups);
     step_ranks(stage, 0, world.rank, groups);
     const int64_t dense = stage.group.sent_bytes();
     int64_t elements = 0;

@@ -62,9 +62,10 @@ TEST_P(EveryRuleInWorlds, StepsAtEveryStageAsItStepsWholeParameters) {
   for (const Groups& groups : fours_of(*rule)) {
     const auto alone = stepped_alone(*rule, groups, size);
     run_ranks(size, [&, rule = rule](const World& world) {
+      comm::Group group = reductions_of(world);
       std::map<std::string, Tensor> first;
       for (int stage = 0; stage < 4; ++stage) {
-        Stage training(apart(world, "stage" + std::to_string(stage)), stage, at::kFloat, *rule, groups);
+        Stage training(group, stage, at::kFloat, *rule, groups);
         for (int step = 0; step < kSteps; ++step) training.step(step % 7, groups, 0.5);
         const auto state = training.state();
         if (stage == 0) first = state;

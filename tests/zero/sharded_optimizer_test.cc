@@ -52,10 +52,10 @@ class Worlds : public testing::TestWithParam<int> {};
 TEST_P(Worlds, StepAlikeAtEveryStageUnderEachGroupsOwnHyperparameters) {
   for (const auto dtype : {at::kFloat, at::kBFloat16}) {
     run_ranks(GetParam(), [&](const World& world) {
+      comm::Group group = reductions_of(world);
       std::map<std::string, Tensor> expected;
       for (int stage = 0; stage < 4; ++stage) {
-        const World own = apart(world, "stage" + std::to_string(stage));
-        Stage training(own, stage, dtype, optim::find_rule("AdamW"), two_groups());
+        Stage training(group, stage, dtype, optim::find_rule("AdamW"), two_groups());
         for (int step = 0; step < 3; ++step) training.step(step, two_groups());
         EXPECT_EQ(training.optimizer->counts().steps(), 3);
         const auto state = training.state();
@@ -80,11 +80,11 @@ TEST_P(Worlds, StepEveryRuleAlikeAtEveryStage) {
   for (const optim::Rule* rule : optim::all_rules()) {
     for (const auto dtype : {at::kFloat, at::kBFloat16}) {
       run_ranks(GetParam(), [&](const World& world) {
+        comm::Group group = reductions_of(world);
         std::map<std::string, Tensor> expected;
         for (int stage = 0; stage < 4; ++stage) {
-          const World own = apart(world, "stage" + std::to_string(stage));
           const Groups groups = two_groups(rule->name().c_str());
-          Stage training(own, stage, dtype, *rule, groups);
+          Stage training(group, stage, dtype, *rule, groups);
           for (int step = 0; step < 3; ++step) training.step(step, groups);
           const auto state = training.state();
           if (stage == 0) expected = state;
@@ -113,9 +113,10 @@ TEST_P(Worlds, StepAlikeWhereverShardsLie) {
   for (const optim::Rule* rule : optim::all_rules()) {
     for (const auto dtype : {at::kFloat, at::kBFloat16}) {
       run_ranks(GetParam(), [&](const World& world) {
+        comm::Group group = reductions_of(world);
         const Groups groups = two_groups(rule->name().c_str());
-        Stage resident(apart(world, "resident"), 3, dtype, *rule, groups);
-        Stage elsewhere(apart(world, "elsewhere"), 3, dtype, *rule, groups, &in_small_blocks, &shard_in_small_blocks);
+        Stage resident(group, 3, dtype, *rule, groups);
+        Stage elsewhere(group, 3, dtype, *rule, groups, &in_small_blocks, &shard_in_small_blocks);
         for (int step = 0; step < 3; ++step) {
           resident.step(step, groups);
           elsewhere.step(step, groups);
@@ -130,11 +131,12 @@ TEST_P(Worlds, StepAlikeWhereverStatesLie) {
   for (const optim::Rule* rule : optim::all_rules()) {
     for (const auto dtype : {at::kFloat, at::kBFloat16}) {
       run_ranks(GetParam(), [&](const World& world) {
+        comm::Group group = reductions_of(world);
         const Groups groups = two_groups(rule->name().c_str());
         for (int stage : {0, 2, 3}) {
           const std::string name = std::to_string(stage);
-          Stage resident(apart(world, "resident" + name), stage, dtype, *rule, groups);
-          Stage elsewhere(apart(world, "elsewhere" + name), stage, dtype, *rule, groups, &in_small_blocks);
+          Stage resident(group, stage, dtype, *rule, groups);
+          Stage elsewhere(group, stage, dtype, *rule, groups, &in_small_blocks);
           for (int step = 0; step < 3; ++step) {
             resident.step(step, groups);
             elsewhere.step(step, groups);
@@ -155,12 +157,13 @@ constexpr StateTypes kPacked{.packed_masters = true};
 TEST_P(Worlds, StepPackedMastersAsWholeOnes) {
   for (const optim::Rule* rule : optim::all_rules()) {
     run_ranks(GetParam(), [&](const World& world) {
+      comm::Group group = reductions_of(world);
       const Groups groups = two_groups(rule->name().c_str());
       for (int stage : {0, 2, 3}) {
         const std::string name = std::to_string(stage);
-        Stage whole(apart(world, "whole" + name), stage, at::kBFloat16, *rule, groups);
-        Stage packed(apart(world, "packed" + name), stage, at::kBFloat16, *rule, groups, {}, {}, kPacked);
-        Stage elsewhere(apart(world, "elsewhere" + name), stage, at::kBFloat16, *rule, groups, &in_small_blocks,
+        Stage whole(group, stage, at::kBFloat16, *rule, groups);
+        Stage packed(group, stage, at::kBFloat16, *rule, groups, {}, {}, kPacked);
+        Stage elsewhere(group, stage, at::kBFloat16, *rule, groups, &in_small_blocks,
                         stage == 3 ? &shard_in_small_blocks : sharding::ShardPlacement(), kPacked);
         for (int step = 0; step < 3; ++step) {
           for (Stage* training : {&whole, &packed, &elsewhere}) training->step(step, groups);
@@ -183,13 +186,14 @@ TEST_P(Worlds, RoundMomentsByTheElementAlone) {
       if (std::string(type) == "SGD") groups[1].set("momentum", 0.9);
       const optim::Rule& rule = optim::find_rule(type);
       run_ranks(GetParam(), [&](const World& world) {
+        comm::Group group = reductions_of(world);
         std::map<std::string, Tensor> expected;
         for (const bool packed : {false, true}) {
           const StateTypes types{.packed_masters = packed, .moments_seed = 3};
           for (int stage = 0; stage < 4; ++stage) {
             const std::string name = std::to_string(stage) + (packed ? "packed" : "");
-            Stage training(apart(world, name), stage, dtype, rule, groups, {}, {}, types);
-            Stage elsewhere(apart(world, name + "elsewhere"), stage, dtype, rule, groups, &in_small_blocks, {}, types);
+            Stage training(group, stage, dtype, rule, groups, {}, {}, types);
+            Stage elsewhere(group, stage, dtype, rule, groups, &in_small_blocks, {}, types);
             for (int step = 0; step < 3; ++step) {
               training.step(step, groups);
               elsewhere.step(step, groups);
@@ -202,7 +206,7 @@ TEST_P(Worlds, RoundMomentsByTheElementAlone) {
         }
         const std::string role = rule.roles()[0].name;
         EXPECT_EQ(expected.at("p3/" + role).scalar_type(), at::kBFloat16);
-        Stage other(apart(world, "other"), 2, dtype, rule, groups, {}, {}, {.moments_seed = 4});
+        Stage other(group, 2, dtype, rule, groups, {}, {}, {.moments_seed = 4});
         for (int step = 0; step < 3; ++step) other.step(step, groups);
         EXPECT_FALSE(at::equal(other.state().at("p3/" + role), expected.at("p3/" + role))) << type;
       });
@@ -212,11 +216,11 @@ TEST_P(Worlds, RoundMomentsByTheElementAlone) {
 
 TEST_P(Worlds, GoOnFromStatesThatWereWritten) {
   run_ranks(GetParam(), [](const World& world) {
+    comm::Group group = reductions_of(world);
     for (int stage : {0, 2, 3}) {
-      const World own = apart(world, "stage" + std::to_string(stage));
       auto groups = two_groups("SGD");
       for (Hyperparameters& hyper : groups) hyper.set("momentum", 0.9);
-      Stage training(own, stage, at::kBFloat16, optim::find_rule("SGD"), groups);
+      Stage training(group, stage, at::kBFloat16, optim::find_rule("SGD"), groups);
       training.step(0, groups);
       for (size_t u = 0; u < training.units.size(); ++u) {
         for (const auto& [role, data] : training.optimizer->states().buffers(static_cast<int>(u)))
@@ -234,9 +238,9 @@ TEST_P(Worlds, GoOnFromStatesThatWereWritten) {
 /// A parameter that no backward reached keeps every bit, and has its own count of steps afterwards.
 TEST_P(Worlds, LeaveInactiveParametersAloneAtEveryStage) {
   run_ranks(GetParam(), [&](const World& world) {
+    comm::Group group = reductions_of(world);
     for (int stage = 0; stage < 4; ++stage) {
-      const World own = apart(world, "stage" + std::to_string(stage));
-      Stage training(own, stage, at::kBFloat16, optim::find_rule("AdamW"), two_groups());
+      Stage training(group, stage, at::kBFloat16, optim::find_rule("AdamW"), two_groups());
       training.step(0, two_groups());
       const auto before = training.state();
       ActiveParameters active;
@@ -258,9 +262,10 @@ TEST_P(Worlds, LeaveInactiveParametersAloneAtEveryStage) {
 
 TEST(ShardedOptimizer, FollowsParametersThatWereRewritten) {
   run_ranks(2, [](const World& world) {
+    comm::Group group = reductions_of(world);
     auto groups = two_groups();
     for (Hyperparameters& hyper : groups) hyper.set("lr", 0.0);
-    Stage training(world, 3, at::kBFloat16, optim::find_rule("AdamW"), groups);
+    Stage training(group, 3, at::kBFloat16, optim::find_rule("AdamW"), groups);
     Unit& unit = *training.units[0];
     at::NoGradGuard no_grad;
     Tensor shard = unit.shard().in_place();
@@ -284,8 +289,9 @@ TEST(ShardedOptimizer, FollowsParametersThatWereRewritten) {
 /// Also where the master has more bits than the parameter, and where only one parameter of a unit was written.
 TEST(ShardedOptimizer, TakesARewrittenParameterAsItsPackedMaster) {
   run_ranks(2, [](const World& world) {
+    comm::Group group = reductions_of(world);
     auto groups = two_groups();
-    Stage training(world, 3, at::kBFloat16, optim::find_rule("AdamW"), groups, {}, {}, kPacked);
+    Stage training(group, 3, at::kBFloat16, optim::find_rule("AdamW"), groups, {}, {}, kPacked);
     training.step(0, groups);
     const auto before = training.state();
     EXPECT_FALSE(at::equal(before.at("p0/master"), before.at("p0/parameter").to(at::kFloat)));
@@ -303,10 +309,10 @@ TEST(ShardedOptimizer, TakesARewrittenParameterAsItsPackedMaster) {
 
 TEST(ShardedOptimizer, HoldsAShareOfTheStatesFromStageOneOn) {
   run_ranks(2, [](const World& world) {
+    comm::Group group = reductions_of(world);
     int64_t whole = 0, bytes_wanted = 0;
     for (int stage = 0; stage < 4; ++stage) {
-      const World own = apart(world, "stage" + std::to_string(stage));
-      const Stage training(own, stage, at::kBFloat16, optim::find_rule("AdamW"), two_groups());
+      const Stage training(group, stage, at::kBFloat16, optim::find_rule("AdamW"), two_groups());
       const int64_t bytes = training.ledger->current(device::Role::optimizer);
       if (stage == 0) {
         whole = bytes;
@@ -321,8 +327,9 @@ TEST(ShardedOptimizer, HoldsAShareOfTheStatesFromStageOneOn) {
 
 TEST(ShardedOptimizer, KeepsAMomentumFromTheStepOnThatNeedsIt) {
   run_ranks(2, [](const World& world) {
+    comm::Group group = reductions_of(world);
     auto groups = two_groups("SGD");
-    Stage training(world, 1, at::kFloat, optim::find_rule("SGD"), groups);
+    Stage training(group, 1, at::kFloat, optim::find_rule("SGD"), groups);
     training.step(0, groups);
     EXPECT_EQ(training.ledger->current(device::Role::optimizer), 0) << "fp32 masters are the parameters themselves";
     auto& states = training.optimizer->states();
@@ -370,8 +377,9 @@ Tensor lamb(int p, int steps, const Hyperparameters& h) {
 
 TEST_P(Worlds, ScaleAStepByTheNormsOfWholeParametersWhereverTheyAreCut) {
   run_ranks(GetParam(), [&](const World& world) {
+    comm::Group group = reductions_of(world);
     const Groups groups = two_groups("Lamb");
-    Stage training(world, 2, at::kFloat, optim::find_rule("Lamb"), groups);
+    Stage training(group, 2, at::kFloat, optim::find_rule("Lamb"), groups);
     for (int step = 0; step < 3; ++step) training.step(step, groups);
     const auto state = training.state();
     for (int p = 0; p < 4; ++p) {
@@ -385,9 +393,10 @@ TEST_P(Worlds, ScaleAStepByTheNormsOfWholeParametersWhereverTheyAreCut) {
 
 TEST_P(Worlds, StepWholeMatricesWhereverTheyAreCut) {
   run_ranks(GetParam(), [&](const World& world) {
+    comm::Group group = reductions_of(world);
     const auto& muon = dynamic_cast<const optim::MatrixRule&>(optim::find_rule("Muon"));
     const Groups groups = two_groups("Muon");
-    Stage training(world, 2, at::kFloat, muon, groups);
+    Stage training(group, 2, at::kFloat, muon, groups);
     std::map<int, optim::Segment> whole;
     for (int p : {2, 3}) {
       whole[p] = {start_of(p), {at::zeros({kSizes[p]}), {}, {}}, {}, {}, kRows[p]};

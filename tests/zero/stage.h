@@ -11,7 +11,6 @@
 #include <gtest/gtest.h>
 
 #include <map>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "ranks.h"
 #include "sharding/layout.h"
@@ -32,24 +31,30 @@ inline constexpr int64_t kRows[] = {5, 1, 33, 10};
 inline Tensor start_of(int p) { return at::arange(kSizes[p], at::kFloat) / 100 - 0.25 * p; }
 inline Tensor gradient_of(int p, int step) { return at::arange(kSizes[p], at::kFloat).sin() * (step + 1); }
 
+/// In which the stages of a test reduce, one after another.
+inline comm::Group reductions_of(const World& world) {
+  return {world,
+          comm::Team::whole(world),
+          "reductions",
+          {.timeout = std::chrono::seconds(60), .board = std::make_shared<world::FailureBoard>(world, "board")}};
+}
+
 /// Trains as many consecutive parameters in each of the groups, of which there are one, two or four.
 struct Stage {
-  Stage(const World& world, int stage, at::ScalarType dtype, const optim::Rule& rule, const Groups& groups,
+  Stage(comm::Group& among, int stage, at::ScalarType dtype, const optim::Rule& rule, const Groups& groups,
         const StatePlacement& place = {}, const sharding::ShardPlacement& place_shard = {},
         const StateTypes& types = {})
-      : group(world, comm::Team::whole(world), "reductions",
-              {.timeout = std::chrono::seconds(60), .board = std::make_shared<world::FailureBoard>(world, "board")}),
-        policy(kStages.at(stage)) {
+      : group(among), policy(kStages.at(stage)) {
     at::NoGradGuard no_grad;
     const auto memory = policy.shard_parameters ? sharding::UnitMemory::sharded : sharding::UnitMemory::whole;
-    const auto team = comm::Team::whole(world);
+    const comm::Team& team = group.team();
     std::vector<sharding::ParameterSpec> specs;
     for (int p = 0; p < 4; ++p) {
       const int group_of = p * static_cast<int>(groups.size()) / 4;
       specs.push_back({"p" + std::to_string(p), kSizes[p], dtype, true, group_of});
     }
     std::vector<Unit*> all;
-    for (auto& layout : sharding::build_layout(specs, {}, {world.size, 0})) {
+    for (auto& layout : sharding::build_layout(specs, {}, {group.size(), 0})) {
       std::vector<Parameter> members;
       for (const auto& slot : layout.slots) {
         Parameter p;
@@ -68,7 +73,7 @@ struct Stage {
       units.back()->adopt(std::move(whole), ledger, place_shard);
       all.push_back(units.back().get());
     }
-    const gradients::ReducerOptions options{.reduce_dtype = at::kFloat, .scale = 1.0 / world.size};
+    const gradients::ReducerOptions options{.reduce_dtype = at::kFloat, .scale = 1.0 / group.size()};
     reducer = std::make_unique<gradients::Reducer>(all, group, nullptr, ledger, at::kCPU, options);
     optimizer =
         std::make_unique<ShardedOptimizer>(all, rule, groups, policy, ledger, group, at::kCPU, place, nullptr, types);
@@ -116,7 +121,7 @@ struct Stage {
   }
 
   std::shared_ptr<device::Ledger> ledger = std::make_shared<device::Ledger>();
-  comm::Group group;
+  comm::Group& group;
   StagePolicy policy;
   std::vector<std::unique_ptr<Unit>> units;
   std::unique_ptr<gradients::Reducer> reducer;
@@ -126,13 +131,6 @@ struct Stage {
 inline void expect_same_bits(const std::map<std::string, Tensor>& one, const std::map<std::string, Tensor>& other) {
   ASSERT_EQ(one.size(), other.size());
   for (const auto& [name, tensor] : one) EXPECT_TRUE(at::equal(tensor, other.at(name))) << name;
-}
-
-/// A store of this name, so that several stages on the same ranks stay separate.
-inline World apart(const World& world, const std::string& name) {
-  World own = world;
-  own.store = c10::make_intrusive<c10d::PrefixStore>(name, world.store);
-  return own;
 }
 
 }  // namespace deeptide::zero
