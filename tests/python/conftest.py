@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks for tests: as threads of this process (`run_ranks`), or as real processes (`run_processes`)."""
 
+import collections
 import contextlib
 import functools
 import gc
@@ -100,11 +101,15 @@ def _cover(grid, thorough):
     return kept
 
 
+def _grid(item):
+    return item.nodeid.split("[")[0]
+
+
 def _kept(items, thorough):
     grids = {}
     for item in items:
         if thorough or not item.get_closest_marker("slow"):
-            grids.setdefault(item.nodeid.split("[")[0], []).append(item)
+            grids.setdefault(_grid(item), []).append(item)
     return {item for grid in grids.values() for item in _cover(grid, thorough)}
 
 
@@ -113,7 +118,8 @@ class _Turn:
 
     They come last in each process: those of whole files in turns with the others, which each turn puts into another
     order, so that what a slow machine has no time for is another part each time. Of costly cases that every run would
-    have, a third runs, as a part of every run; the others of whole files come last as well.
+    have, a third runs, as a part of every run; the others of whole files come last as well. A run that is not thorough
+    takes a sixth of costly cases and a third of other grids.
     """
 
     _begun = None  # when the first of them did, here
@@ -123,7 +129,8 @@ class _Turn:
 
     def arranged(self, items, usual, thorough):
         """This turn's of the items that run usually, and of those that run when thorough, in the order they run in."""
-        always = {item for item in usual if not item.get_closest_marker("costly") or self._is_due(item)}
+        grids = collections.Counter(_grid(item) for item in usual) if usual == thorough else {}
+        always = {item for item in usual if self._is_due(item, self._turns(item, grids))}
         whole = {item for item in usual | thorough if self._is_whole(item)}
         due = [item for item in items if item not in always and (item in whole or self._adds(item, usual, thorough))]
         for item in due:
@@ -138,8 +145,15 @@ class _Turn:
     def _adds(self, item, usual, thorough):
         return item in thorough and item not in usual and self._is_due(item)
 
-    def _is_due(self, item):
-        return zlib.crc32(item.nodeid.encode()) % 3 == self._number % 3
+    @staticmethod
+    def _turns(item, grids):
+        """After how many turns a usual case runs again. `grids` has the number of cases of each, if they take turns."""
+        if item.get_closest_marker("costly"):
+            return 6 if grids else 3
+        return 3 if grids.get(_grid(item), 1) > 1 else 1
+
+    def _is_due(self, item, turns=3):
+        return zlib.crc32(item.nodeid.encode()) % turns == self._number % turns
 
     def _is_whole(self, item):
         return self._path(item).startswith(self._whole)
@@ -168,8 +182,9 @@ def pytest_collection_modifyitems(config, items):
     """Leaves out slow tests and most cases of large grids.
 
     THOROUGH=1: most cases of those grids alone that are large and costly. THOROUGH=2, or a test named by itself: none.
-    TURN=n: of the costly cases that would run, the (n mod 3)rd third, and the files and folders in CHANGED; with
-    THOROUGH=1 the same third of what THOROUGH=0 leaves out.
+    TURN=n: of the costly cases that would run, the (n mod 6)th sixth, of other grids the (n mod 3)rd third, and the
+    files and folders in CHANGED whole. With THOROUGH=1, that third of the costly cases and of what THOROUGH=0 leaves
+    out, and the other grids whole.
     TURN_SECONDS with TURN: none of these begins later than that after the first; they are skipped, and so counted.
     """
     level = os.environ.get("THOROUGH", "0")
