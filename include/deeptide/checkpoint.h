@@ -117,6 +117,7 @@ enum class ExportFormat : uint8_t {
   safetensors,  // model.safetensors, as Transformers reads it
   state_dict,   // pytorch_model.bin, as torch.save writes a dict of tensors
   universal,    // DeepSpeed's layout with optimizer states: `checkpoint.load_universal` reads it at any stage
+  dcp,          // torch.distributed.checkpoint's layout with optimizer states, named as torch's get_state_dict does
 };
 struct ExportOptions {
   ExportFormat format = ExportFormat::safetensors;
@@ -125,10 +126,10 @@ struct ExportOptions {
   bool exclude_frozen = false;         // leaves out parameters that were not trained
 };
 /// Writes weights and the first rank's buffers under their names into `folder`: one file, or several and an index; of
-/// `universal` a folder with the checkpoint's name and two files that name it, which take no other option. Frozen
-/// weights lie there in the module's state, and no loss scale is in it: it starts from its configuration. A tied weight
-/// is there once, under its first name. Returns the names. Memory: some 32 MiB, whatever the tensors. Errors:
-/// CheckpointError, ConfigError for options that cannot be.
+/// `universal` a folder with the checkpoint's name and two files that name it; of `dcp` two files. These take no other
+/// option. In `universal` frozen weights lie in the module's state, and no loss scale is in it: it starts from its
+/// configuration. A tied weight is there once, under its first name. Returns the names. Memory: some 32 MiB, whatever
+/// the tensors. Errors: CheckpointError, ConfigError for options that cannot be.
 DEEPTIDE_API std::vector<std::string> export_checkpoint(const CheckpointReader& reader, const std::string& folder,
                                                         const ExportOptions& options = {},
                                                         const CheckpointProgress& progress = {});

@@ -19,6 +19,7 @@ class ExportFormat(_BoundEnum):
     safetensors: ClassVar[ExportFormat]
     state_dict: ClassVar[ExportFormat]
     universal: ClassVar[ExportFormat]
+    dcp: ClassVar[ExportFormat]
 
 class CheckpointTensor(_Bound):
     @property

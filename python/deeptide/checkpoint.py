@@ -110,19 +110,12 @@ def export(
     format: "safetensors" (model.safetensors, as Transformers reads it), "state_dict" (pytorch_model.bin, as torch.load
     reads it); with optimizer states "universal" (DeepSpeed's) and "dcp" (torch.distributed.checkpoint). The first two
     take dtype ("fp32", "bf16", "fp16"; None: as saved), the bytes of a file at most, and leave frozen parameters out by
-    choice. A tied parameter is there once, under its first name. Memory: 32 MiB, one tensor in "dcp".
+    choice. A tied parameter is there once, under its first name. Memory: 32 MiB.
     Errors: ConfigError, CheckpointError.
     """
     reader = folder if isinstance(folder, CheckpointReader) else open(folder, tag)
-    if format == "dcp":
-        if dtype is not None or exclude_frozen:
-            raise ConfigError("export: dcp holds what was saved; give no dtype and no exclude_frozen")
-        export_dcp = importlib.import_module("deeptide._commands.export_dcp")
-        with _bar("export") as progress:
-            names: list[str] = export_dcp.export(reader, os.fspath(out), progress)
-        return names
     if format not in _FORMATS:
-        raise ConfigError(f"export: got format {format!r}, expected one of {', '.join((*_FORMATS, 'dcp'))}")
+        raise ConfigError(f"export: got format {format!r}, expected one of {', '.join(_FORMATS)}")
     size = "" if max_shard_size is None else str(max_shard_size)
     with _bar("export") as progress:
         return _C.export_checkpoint(

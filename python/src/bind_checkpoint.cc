@@ -47,7 +47,8 @@ void bind_records(py::module_& module) {
   py::enum_<ExportFormat>(module, "ExportFormat", "The layout of an export.")
       .value("safetensors", ExportFormat::safetensors)
       .value("state_dict", ExportFormat::state_dict)
-      .value("universal", ExportFormat::universal);
+      .value("universal", ExportFormat::universal)
+      .value("dcp", ExportFormat::dcp);
   py::class_<CheckpointTensor>(module, "CheckpointTensor", "A tensor of a checkpoint, whole.")
       .def_readonly("name", &CheckpointTensor::name)
       .def_readonly("role", &CheckpointTensor::role)

@@ -1,9 +1,10 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Exports weights, as files and their index, or with optimizer states in DeepSpeed's universal layout.
+// Exports weights, as files and their index, or with optimizer states in others' layouts.
 #include <algorithm>
 #include <cstdio>
 #include <filesystem>
+#include <utility>
 
 #include "base/libraries/nlohmann.h"
 #include "checkpoint/format/file_io.h"
@@ -53,25 +54,42 @@ void remove_former(const std::string& folder, const Naming& naming, const std::v
   }
 }
 
+/// A path at which an export grows, and at which nothing stays.
+class Growing {
+ public:
+  explicit Growing(std::string path) : path_(std::move(path)) { checkpoint::remove_quietly(path_); }
+  Growing(const Growing&) = delete;
+  ~Growing() { checkpoint::remove_quietly(path_); }
+  const std::string& path() const { return path_; }
+
+ private:
+  const std::string path_;
+};
+
 std::vector<std::string> export_universal(const CheckpointReader& reader, const std::string& folder,
-                                          const ExportOptions& options, const CheckpointProgress& progress) {
-  if (!options.dtype.empty() || options.exclude_frozen) {
-    throw ConfigError("export: universal holds what was saved; give no dtype and no exclude_frozen");
-  }
+                                          const CheckpointProgress& progress) {
   const std::string tag = std::filesystem::path(reader.folder() + "/").parent_path().filename().string();
-  const std::string growing = folder + "/" + tag + ".tmp";
-  checkpoint::remove_quietly(growing);
-  try {
-    checkpoint::write_universal_folder(reader, growing, progress);
-  } catch (...) {
-    checkpoint::remove_quietly(growing);
-    throw;
-  }
-  const std::string former = checkpoint::replace_folder(growing, folder + "/" + tag);
+  const Growing growing(folder + "/" + tag + ".tmp");
+  checkpoint::write_universal_folder(reader, growing.path(), progress);
+  const std::string former = checkpoint::replace_folder(growing.path(), folder + "/" + tag);
   if (!former.empty()) checkpoint::remove_quietly(former);
   for (const char* latest : {"latest_universal", "latest"}) checkpoint::write_text(folder + "/" + latest, tag);
   checkpoint::sync_folder(folder);
   return {tag, "latest_universal"};
+}
+
+std::vector<std::string> export_dcp(const CheckpointReader& reader, const std::string& folder,
+                                    const CheckpointProgress& progress) {
+  const Growing growing(folder + "/export.tmp");
+  checkpoint::make_folders(growing.path());
+  const auto names = checkpoint::write_dcp_folder(reader, growing.path(), progress);
+  // Between the moves there is no checkpoint, and at no time one with another's data.
+  checkpoint::remove_quietly(folder + "/" + names.front());
+  for (auto name = names.rbegin(); name != names.rend(); ++name) {
+    checkpoint::move_path(growing.path() + "/" + *name, folder + "/" + *name);
+  }
+  checkpoint::sync_folder(folder);
+  return names;
 }
 
 }  // namespace
@@ -95,27 +113,28 @@ std::string param_groups_json(const CheckpointReader& reader) {
 
 std::vector<std::string> export_checkpoint(const CheckpointReader& reader, const std::string& folder,
                                            const ExportOptions& options, const CheckpointProgress& progress) {
-  if (options.format == ExportFormat::universal) return export_universal(reader, folder, options, progress);
+  if (options.format == ExportFormat::universal || options.format == ExportFormat::dcp) {
+    const bool is_dcp = options.format == ExportFormat::dcp;
+    if (!options.dtype.empty() || options.exclude_frozen) {
+      throw ConfigError(std::string("export: ") + (is_dcp ? "dcp" : "universal") +
+                        " holds what was saved; give no dtype and no exclude_frozen");
+    }
+    return (is_dcp ? export_dcp : export_universal)(reader, folder, progress);
+  }
   const bool safe = options.format == ExportFormat::safetensors;
   const Naming naming = safe ? Naming{"model", ".safetensors"} : Naming{"pytorch_model", ".bin"};
   const auto items = checkpoint::select(reader, options.dtype, options.exclude_frozen);
   const auto files = checkpoint::split(items, checkpoint::parse_shard_size(options.max_shard_size));
-  int64_t total = 0;
-  for (const ExportItem& item : items) total += item.bytes;
+  const int64_t total = checkpoint::bytes_of(items);
   checkpoint::Meter meter(progress, total);
   checkpoint::make_folders(folder);
   std::vector<std::string> names;
   for (size_t i = 0; i < files.size(); ++i) {
     names.push_back(file_name(naming, i, files.size()));
     const std::string path = folder + "/" + names.back();
-    const std::string growing = path + ".tmp";  // a former file stays whole until this one is
-    try {
-      (safe ? checkpoint::write_safetensors_file : checkpoint::write_torch_file)(reader, files[i], growing, meter);
-    } catch (...) {
-      checkpoint::remove_quietly(growing);
-      throw;
-    }
-    checkpoint::move_path(growing, path);
+    const Growing growing(path + ".tmp");  // a former file stays whole until this one is
+    (safe ? checkpoint::write_safetensors_file : checkpoint::write_torch_file)(reader, files[i], growing.path(), meter);
+    checkpoint::move_path(growing.path(), path);
   }
   if (files.size() > 1) {
     const std::string index = std::string(naming.stem) + naming.end + ".index.json";

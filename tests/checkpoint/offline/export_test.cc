@@ -141,15 +141,45 @@ TEST(Export, WritesAUniversalFolderThatImportReads) {
                ConfigError);
 }
 
+int refuses(const char* action, const std::string& path, const char* end) {
+  return std::string(action) == "flush" && path.ends_with(end) ? ENOSPC : 0;
+}
+
+// Torch itself reads what it holds in tests/python/checkpoint/test_offline.py.
+TEST(Export, WritesADistributedCheckpointOrLeavesTheFormerOne) {
+  const Scratch scratch;
+  save_trained(scratch);
+  const CheckpointReader reader(scratch.path());
+  const ExportOptions dcp{.format = ExportFormat::dcp};
+  const std::vector<std::string> names{".metadata", "__0_0.distcp"};
+  int64_t done = 0, all = 0;
+  const auto note = [&](int64_t bytes, int64_t total) { done = bytes, all = total; };
+  EXPECT_EQ(export_checkpoint(reader, scratch / "out", dcp, note), names);
+  EXPECT_EQ(done, all);
+  EXPECT_EQ(all, 4 * (3 * 1000 + 10 + 3 * 600) + 3) << "masters, moments, a frozen weight and a mask";
+  EXPECT_EQ(export_checkpoint(reader, scratch / "out", dcp), names);  // over the former one
+  const std::string data = read_text(scratch / "out/__0_0.distcp"), metadata = read_text(scratch / "out/.metadata");
+  save(scratch.path(), "one", {whole("a", "param", at::zeros({3}))});
+  const CheckpointReader other(scratch.path());
+  for (const auto refuse :
+       {+[](const char* action, const std::string& path) { return refuses(action, path, ".distcp"); },
+        +[](const char* action, const std::string& path) { return refuses(action, path, "data"); }}) {
+    refuse_with(refuse);
+    EXPECT_THROW(export_checkpoint(other, scratch / "out", dcp), CheckpointError);
+    refuse_with(nullptr);
+    EXPECT_EQ(list_folder(scratch / "out").size(), names.size());  // no part of the second
+    EXPECT_EQ(read_text(scratch / "out/__0_0.distcp"), data);
+    EXPECT_EQ(read_text(scratch / "out/.metadata"), metadata);
+  }
+}
+
 TEST(Export, LeavesAFormerUniversalFolderWholeWhereItFails) {
   const Scratch scratch;
   save_trained(scratch);
   const CheckpointReader reader(scratch.path());
   const ExportOptions universal{.format = ExportFormat::universal};
   export_checkpoint(reader, scratch / "out", universal);
-  refuse_with([](const char* action, const std::string& path) {
-    return std::string(action) == "flush" && path.ends_with("optimizer_state.pt") ? ENOSPC : 0;
-  });
+  refuse_with([](const char* action, const std::string& path) { return refuses(action, path, "optimizer_state.pt"); });
   EXPECT_THROW(export_checkpoint(reader, scratch / "out", universal), CheckpointError);
   refuse_with(nullptr);
   EXPECT_EQ(list_folder(scratch / "out").size(), 3);  // no part of the second

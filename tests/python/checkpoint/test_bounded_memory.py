@@ -57,7 +57,6 @@ def write_torch(folder):
 MEASURE = """
 import sys, torch, deeptide
 from deeptide import checkpoint
-import deeptide._commands.export_dcp, torch.distributed.checkpoint
 
 def memory(key):
     with open("/proc/self/status") as status:

@@ -50,8 +50,6 @@ deeptide\.as_deepspeed\.helpers\.op_builders\.\w+Builder
 deeptide\.as_deepspeed\.config\.values\.get_\w+
 # mypy takes another's decorated function for a variable
 deeptide\.as_deepspeed\.helpers\.flat\.LinearFunctionForZeroStage3\.apply
-# A base of torch under another name
-deeptide\._commands\.export_dcp\._ReadLater
 # A class inside a function
 deeptide\._model\.compiled\.PieceCompiler@\d+
 # enum gives its classes a __new__ of its own

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "checkpoint/offline/writers/pickle_writer.h"
 #include "checkpoint/offline/writers/selection.h"
@@ -36,6 +37,11 @@ void write_torch_file(const CheckpointReader& reader, const ExportFile& items, c
 /// counters. Frozen weights lie in the module's state, as buffers do.
 void write_universal_folder(const CheckpointReader& reader, const std::string& folder,
                             const CheckpointProgress& progress);
+
+/// Likewise torch.distributed.checkpoint's, into `folder`, which exists: weights, moments, steps and hyper-parameters.
+/// Returns the names of its files; the first makes it a checkpoint.
+std::vector<std::string> write_dcp_folder(const CheckpointReader& reader, const std::string& folder,
+                                          const CheckpointProgress& progress);
 
 /// The parts of a torch file: what tells of an item, or of several as a dict by name, and their elements. Errors:
 /// CheckpointError for a type that torch has no storage for.

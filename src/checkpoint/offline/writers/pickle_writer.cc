@@ -6,38 +6,44 @@
 #include <algorithm>
 #include <bit>
 #include <limits>
+#include <optional>
 
 namespace deeptide::checkpoint {
 namespace {
 
 using c10::ScalarType;
 
-const char* storage_name(ScalarType dtype) {
+struct Names {
+  const char* storage;
+  const char* dtype;
+};
+
+std::optional<Names> names_of(ScalarType dtype) {
   switch (dtype) {
     case ScalarType::Double:
-      return "DoubleStorage";
+      return Names{"DoubleStorage", "float64"};
     case ScalarType::Float:
-      return "FloatStorage";
+      return Names{"FloatStorage", "float32"};
     case ScalarType::Half:
-      return "HalfStorage";
+      return Names{"HalfStorage", "float16"};
     case ScalarType::BFloat16:
-      return "BFloat16Storage";
+      return Names{"BFloat16Storage", "bfloat16"};
     case ScalarType::Long:
-      return "LongStorage";
+      return Names{"LongStorage", "int64"};
     case ScalarType::Int:
-      return "IntStorage";
+      return Names{"IntStorage", "int32"};
     case ScalarType::Short:
-      return "ShortStorage";
+      return Names{"ShortStorage", "int16"};
     case ScalarType::Char:
-      return "CharStorage";
+      return Names{"CharStorage", "int8"};
     case ScalarType::Byte:
-      return "ByteStorage";
+      return Names{"ByteStorage", "uint8"};
     case ScalarType::ComplexFloat:
-      return "ComplexFloatStorage";
+      return Names{"ComplexFloatStorage", "complex64"};
     case ScalarType::Bool:
-      return "BoolStorage";
+      return Names{"BoolStorage", "bool"};
     default:
-      return nullptr;
+      return std::nullopt;
   }
 }
 
@@ -83,9 +89,9 @@ void PickleWriter::json(const nlohmann::json& value) {
 }
 
 void PickleWriter::tuple(const nlohmann::json& values) {
-  text_ += '(';
+  begin_tuple();
   for (const auto& value : values) json(value);
-  text_ += 't';
+  end_tuple();
 }
 
 void PickleWriter::size(const std::vector<int64_t>& shape) {
@@ -96,8 +102,8 @@ void PickleWriter::size(const std::vector<int64_t>& shape) {
 }
 
 bool PickleWriter::tensor(const std::vector<int64_t>& shape, ScalarType dtype) {
-  const char* storage = storage_name(dtype);
-  if (storage == nullptr) return false;
+  const auto names = names_of(dtype);
+  if (!names) return false;
   std::vector<int64_t> strides(shape.size(), 1);
   for (size_t d = shape.size(); d-- > 1;) strides[d - 1] = strides[d] * std::max<int64_t>(shape[d], 1);
   int64_t numel = 1;
@@ -105,7 +111,7 @@ bool PickleWriter::tensor(const std::vector<int64_t>& shape, ScalarType dtype) {
   global("torch._utils", "_rebuild_tensor_v2");
   text_ += "((";
   text("storage");
-  global("torch", storage);
+  global("torch", names->storage);
   text(std::to_string(num_tensors_++));
   text("cpu");
   integer(numel);
@@ -117,6 +123,17 @@ bool PickleWriter::tensor(const std::vector<int64_t>& shape, ScalarType dtype) {
   global("collections", "OrderedDict");
   text_ += ")RtR";  // no hooks; the call
   return true;
+}
+
+bool PickleWriter::dtype(ScalarType dtype) {
+  const auto names = names_of(dtype);
+  if (names) global("torch", names->dtype);
+  return names.has_value();
+}
+
+void PickleWriter::instance(const char* module, const char* name) {
+  global(module, name);
+  text_ += ")\x81";
 }
 
 void PickleWriter::global(const char* module, const char* name) {

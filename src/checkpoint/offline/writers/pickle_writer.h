@@ -36,11 +36,22 @@ class PickleWriter {
   /// of this type.
   [[nodiscard]] bool tensor(const std::vector<int64_t>& shape, c10::ScalarType dtype);
 
+  void begin_tuple() { text_ += '('; }
+  void end_tuple() { text_ += 't'; }
+  /// A class or a function, by its name in Python.
+  void global(const char* module, const char* name);
+  /// Calls the function before the last tuple with it.
+  void call() { text_ += 'R'; }
+  /// An instance of a class, whose state follows, a dict or a tuple, and then set_state().
+  void instance(const char* module, const char* name);
+  void set_state() { text_ += 'b'; }
+  /// "torch.float32" and so on. False, and nothing is added, for a type that torch has no storage of.
+  [[nodiscard]] bool dtype(c10::ScalarType dtype);
+
   /// The pickle, whole.
   std::string finish() { return text_ + '.'; }
 
  private:
-  void global(const char* module, const char* name);
   void real(double value);
   void integers(const std::vector<int64_t>& values);
   void little(uint64_t value, int bytes);

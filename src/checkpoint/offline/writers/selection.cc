@@ -31,6 +31,12 @@ std::optional<ScalarType> export_type(const std::string& dtype) {
 
 }  // namespace
 
+int64_t bytes_of(const ExportFile& items) {
+  int64_t bytes = 0;
+  for (const ExportItem& item : items) bytes += item.bytes;
+  return bytes;
+}
+
 std::vector<ExportItem> select(const CheckpointReader& reader, const std::string& dtype, bool exclude_frozen) {
   const auto wanted = export_type(dtype);
   std::map<std::string, const CheckpointTensor*> chosen;

@@ -21,6 +21,7 @@ struct ExportItem {
   int64_t bytes;  // in `dtype`
 };
 using ExportFile = std::vector<ExportItem>;
+int64_t bytes_of(const ExportFile& items);
 
 /// The weights and the first rank's buffers, in the order of names. A parameter's master weights come before the
 /// weights that ranks computed with. Errors: ConfigError for an unknown dtype.

@@ -14,7 +14,7 @@ constexpr const char* kFolder = "archive/";
 
 }  // namespace
 
-TorchArchive::TorchArchive(const std::string& path, const std::string& pickle) : zip_(File::create(path)) {
+TorchArchive::TorchArchive(const File& file, int64_t start, const std::string& pickle) : zip_(file, start) {
   zip_.add(std::string(kFolder) + "data.pkl", pickle);
   zip_.add(std::string(kFolder) + "byteorder", "little");
 }
@@ -23,9 +23,18 @@ void TorchArchive::begin_tensor(int64_t bytes) {
   zip_.begin(std::string(kFolder) + "data/" + std::to_string(num_tensors_++), bytes);
 }
 
-void TorchArchive::finish() {
+int64_t TorchArchive::finish() {
   zip_.add(std::string(kFolder) + "version", "3\n");
-  zip_.finish();
+  return zip_.finish();
+}
+
+void write_archive(const std::string& path, const std::string& pickle,
+                   const std::function<void(TorchArchive&)>& append) {
+  const File file = File::create(path);
+  TorchArchive archive(file, 0, pickle);
+  append(archive);
+  archive.finish();
+  file.sync();
 }
 
 void pickle_tensor(const ExportItem& item, const std::string& path, PickleWriter& pickle) {
@@ -57,9 +66,7 @@ void append_tensors(const CheckpointReader& reader, const ExportFile& items, Tor
 void write_torch_file(const CheckpointReader& reader, const ExportFile& items, const std::string& path, Meter& meter) {
   PickleWriter pickle;
   pickle_tensors(items, path, pickle);
-  TorchArchive archive(path, pickle.finish());
-  append_tensors(reader, items, archive, meter);
-  archive.finish();
+  write_archive(path, pickle.finish(), [&](TorchArchive& archive) { append_tensors(reader, items, archive, meter); });
 }
 
 }  // namespace deeptide::checkpoint

@@ -60,12 +60,6 @@ class UniversalFolder {
   }
 
  private:
-  static int64_t bytes_of(const ExportFile& items) {
-    int64_t bytes = 0;
-    for (const ExportItem& item : items) bytes += item.bytes;
-    return bytes;
-  }
-
   void write_state(const ExportItem& item) {
     const bool is_master = role_of(reader_, *item.tensor) == Role::master();
     const std::string folder = folder_ + "/zero/" + item.tensor->name;
@@ -78,9 +72,8 @@ class UniversalFolder {
     pickle.text("cat_dim");
     pickle.integer(0);
     pickle.end_dict();
-    TorchArchive archive(path, pickle.finish());
-    append_tensors(reader_, {item}, archive, meter_);
-    archive.finish();
+    write_archive(path, pickle.finish(),
+                  [&](TorchArchive& archive) { append_tensors(reader_, {item}, archive, meter_); });
     if (!is_master) return;
     PickleWriter steps;
     pickle_steps(steps);
@@ -91,10 +84,10 @@ class UniversalFolder {
 
   /// A file whose only tensor is the number of steps.
   void write_with_steps(const std::string& path, const std::string& pickle) const {
-    TorchArchive archive(path, pickle);
-    archive.begin_tensor(sizeof(steps_));
-    archive.append(&steps_, sizeof(steps_));
-    archive.finish();
+    write_archive(path, pickle, [&](TorchArchive& archive) {
+      archive.begin_tensor(sizeof(steps_));
+      archive.append(&steps_, sizeof(steps_));
+    });
   }
 
   static void pickle_groups(const json& groups, PickleWriter& pickle) {
@@ -187,9 +180,8 @@ class UniversalFolder {
     pickle.end_dict();
     pickle.end_list();
     pickle.end_dict();
-    TorchArchive archive(path, pickle.finish());
-    append_tensors(reader_, module_, archive, meter_);
-    archive.finish();
+    write_archive(path, pickle.finish(),
+                  [&](TorchArchive& archive) { append_tensors(reader_, module_, archive, meter_); });
     const std::string at_stage_3 = folder_ + "/zero_pp_rank_0_mp_rank_00_model_states.pt";
     std::error_code error;
     std::filesystem::copy_file(path, at_stage_3, error);

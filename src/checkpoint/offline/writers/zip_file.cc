@@ -89,7 +89,7 @@ std::string sizes_field(int64_t bytes) {
 void ZipFile::begin(const std::string& name, int64_t bytes) {
   end_record();
   std::string extra = sizes_field(bytes);
-  const int64_t unpadded = offset_ + kLocalBytes + std::ssize(name) + std::ssize(extra) + 4;
+  const int64_t unpadded = offset_ - start_ + kLocalBytes + std::ssize(name) + std::ssize(extra) + 4;
   const int64_t padding = (kAlignment - unpadded % kAlignment) % kAlignment;
   put16(extra, kPadField);
   put16(extra, padding);
@@ -97,7 +97,7 @@ void ZipFile::begin(const std::string& name, int64_t bytes) {
   std::string header;
   put32(header, 0x04034b50);
   put_common(header, 0, name.size(), extra.size());
-  records_.push_back({name, bytes, offset_});
+  records_.push_back({name, bytes, offset_ - start_});
   write(header + name + extra);
   open_ = true;
 }
@@ -118,12 +118,12 @@ void ZipFile::end_record() {
   if (!std::exchange(open_, false)) return;
   std::string crc;
   put32(crc, records_.back().crc);
-  file_.write_at(crc.data(), std::ssize(crc), records_.back().offset + kCrcOffset);
+  file_.write_at(crc.data(), std::ssize(crc), start_ + records_.back().offset + kCrcOffset);
 }
 
-void ZipFile::finish() {
+int64_t ZipFile::finish() {
   end_record();
-  const int64_t directory = offset_;
+  const int64_t directory = offset_ - start_;
   for (const Record& record : records_) {
     std::string extra = sizes_field(record.bytes);
     extra[2] = 24;  // the offset as well
@@ -139,7 +139,7 @@ void ZipFile::finish() {
     put32(entry, kIn64);
     write(entry + record.name + extra);
   }
-  const int64_t end = offset_;
+  const int64_t end = offset_ - start_;
   std::string tail;
   put32(tail, 0x06064b50);
   put64(tail, 44);
@@ -162,7 +162,7 @@ void ZipFile::finish() {
   put32(tail, kIn64);
   put16(tail, 0);
   write(tail);
-  file_.sync();
+  return offset_;
 }
 
 void ZipFile::write(const std::string& bytes) {

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Runs `deeptide checkpoint export`: here, or in Python for the layout that torch itself writes.
+// Runs `deeptide checkpoint export`.
 #include <CLI/CLI.hpp>
 #include <cstdio>
 #include <map>
@@ -8,7 +8,6 @@
 #include "deeptide/checkpoint.h"
 #include "launch/commands/files/checkpoint_commands.h"
 #include "launch/commands/files/checkpoint_output.h"
-#include "launch/machine/python_module.h"
 #include "launch/system/command_line.h"
 
 namespace deeptide::launch {
@@ -16,7 +15,8 @@ namespace {
 
 const std::map<std::string, ExportFormat> kFormats{{"safetensors", ExportFormat::safetensors},
                                                    {"state_dict", ExportFormat::state_dict},
-                                                   {"universal", ExportFormat::universal}};
+                                                   {"universal", ExportFormat::universal},
+                                                   {"dcp", ExportFormat::dcp}};
 
 }  // namespace
 
@@ -29,8 +29,8 @@ int run_checkpoint_export(const Arguments& arguments) {
   app.add_option("-t,--tag", tag, "Tag of the checkpoint; the latest without one");
   app.add_option("-f,--format", format,
                  "safetensors (Transformers), state_dict (torch.load), universal (DeepSpeed), dcp (torch's distributed "
-                 "checkpoint); the last two hold optimizer states as well, the last needs torch")
-      ->check(CLI::IsMember({"safetensors", "state_dict", "universal", "dcp"}))
+                 "checkpoint); the last two hold optimizer states as well")
+      ->check(CLI::IsMember(kFormats))
       ->option_text("NAME=safetensors");
   app.add_option("--dtype", options.dtype, "fp32, bf16 or fp16; as saved without it")
       ->check(CLI::IsMember({"fp32", "bf16", "fp16"}));
@@ -38,12 +38,6 @@ int run_checkpoint_export(const Arguments& arguments) {
       ->option_text("SIZE=5GB");
   app.add_flag("--exclude_frozen", options.exclude_frozen, "Leave out parameters that were not trained");
   if (const auto code = parse_arguments(app, arguments)) return *code;
-  if (format == "dcp") {
-    if (!options.dtype.empty() || options.exclude_frozen) {
-      throw ConfigError("export: dcp holds what was saved; give no --dtype and no --exclude_frozen");
-    }
-    become_module("deeptide._commands.export", {folder, out, format, tag});
-  }
   options.format = kFormats.at(format);
   for (const std::string& name :
        export_checkpoint(CheckpointReader(folder, tag), out, options, progress_bar("export"))) {
