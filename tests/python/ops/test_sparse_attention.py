@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 
 import deeptide
 from deeptide.ops import sparse_attention as sparse
@@ -95,6 +96,16 @@ def test_values_and_gradients_are_those_of_dense_attention(dtype, masks, per_hea
 
 
 @pytest.mark.costly
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.costly)])
+def test_torchs_flex_attention_takes_the_layout(causal, compiled):
+    layout = sparse.VariableSparsityConfig(num_heads=2, block=16, different_layout_per_head=True).make_layout(96)
+    inputs = [torch.randn(2, 2, 96, 8) for _ in range(3)]  # torch has no gradient of it on CPUs
+    attend = torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
+    got = attend(*inputs, block_mask=sparse.block_mask(layout, 16, causal))
+    close(got, sparse.sparse_attention(*inputs, layout, 16, causal=causal), torch.float32)
+
+
 def test_second_derivatives_are_right():
     layout = sparse.BSLongformerSparsityConfig(2, 4).make_layout(12)
     inputs = [torch.randn(1, 2, 12, 3, dtype=torch.float64, requires_grad=True) for _ in range(3)]

@@ -2,7 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Block-sparse attention under DeepSpeed's names: layouts, attention modules, and help for Transformers' models."""
 
-from deeptide.ops.sparse_attention.attention import BertSparseSelfAttention, SparseSelfAttention, sparse_attention
+from deeptide.ops.sparse_attention.attention import (
+    BertSparseSelfAttention,
+    SparseSelfAttention,
+    block_mask,
+    sparse_attention,
+)
 from deeptide.ops.sparse_attention.layouts import (
     BigBirdSparsityConfig,
     BSLongformerSparsityConfig,
@@ -26,6 +31,7 @@ __all__ = [
     "SparseSelfAttention",
     "SparsityConfig",
     "VariableSparsityConfig",
+    "block_mask",
     "from_config",
     "sparse_attention",
     "use_in_transformers",

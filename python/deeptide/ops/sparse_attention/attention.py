@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 
 import deeptide._C  # noqa: F401  registers torch.ops.deeptide
 from deeptide.ops.sparse_attention.layouts import FixedSparsityConfig, SparsityConfig
@@ -69,6 +70,37 @@ def sparse_attention(
         attn_mask,
         _multiplies("key_padding_mask_mode", key_padding_mask_mode),
         _multiplies("attn_mask_mode", attn_mask_mode),
+    )
+
+
+def block_mask(layout: Tensor, block: int, causal: bool = False) -> BlockMask:
+    """Makes the mask for torch's `flex_attention` that attends as `sparse_attention` does.
+
+    Args:
+        layout: (H, S / block, S / block), on the device of the queries.
+        block: elements of a block's side.
+        causal: whether positions attend to none after them, within blocks too.
+
+    Compile `flex_attention`: uncompiled it computes all S x S scores. Sources: docs/measurements.md for when it is
+    faster; torch.nn.attention.flex_attention.
+
+    """
+    allowed = layout.bool()
+    side = torch.arange(layout.size(1), device=layout.device)
+    part = allowed & (side[:, None] == side) if causal else torch.zeros_like(allowed)
+    whole = allowed & ((side[:, None] > side) if causal else True)
+
+    def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        found = allowed[head, query // block, key // block]
+        return found & (query >= key) if causal else found
+
+    def blocks(mask: Tensor) -> tuple[Tensor, Tensor]:
+        order = torch.argsort(mask.int(), dim=-1, descending=True, stable=True)
+        return mask.sum(-1, dtype=torch.int32)[None], order.int()[None]
+
+    length = layout.size(1) * block
+    return BlockMask.from_kv_blocks(
+        *blocks(part), *blocks(whole), BLOCK_SIZE=block, mask_mod=attends, seq_lengths=(length, length)
     )
 
 
