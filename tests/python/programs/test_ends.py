@@ -21,7 +21,7 @@ RUNS = int(os.environ.get("RUNS", "1"))
 AT_ONCE = 4  # more than there are cores: threads that end late are the point
 
 BEGINNING = """
-import atexit, os, signal, sys, threading, time
+import atexit, os, signal, sys, threading, time, warnings
 import torch
 import torch.distributed as dist
 import deeptide
@@ -148,6 +148,7 @@ def is_refused(use):
     return False
 
 state = lambda: deeptide.utils.safe_get_full_optimizer_state(next(model.parameters()), "exp_avg")
+warnings.filterwarnings("ignore", "This process .* is multi-threaded")  # Python 3.12 and later
 child = os.fork()
 if child == 0:
     signal.alarm(120)  # a wait for a thread that is not here has no end
