@@ -1,10 +1,17 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""The markers of conftest.py do what they say: a test that runs `apart` has ranks that share no memory."""
+"""The choices of conftest.py do what they say: ranks `apart` share no memory, and a slow test runs where it is named."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import edges
 import pytest
 from conftest import run_ranks
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def _summary(world):
@@ -24,3 +31,12 @@ def test_both_ways_means_shared_and_apart(request):
 @pytest.mark.apart
 def test_apart_means_no_shared_memory():
     assert "no two ranks share memory" in run_ranks(2, _summary)[0]
+
+
+@pytest.mark.skipif(not (ROOT / "Makefile").exists(), reason="a bundle has no Makefile")
+def test_tests_that_the_makefile_names_would_run():
+    named = re.findall(r"tests/\S+\.py::\w+", (ROOT / "Makefile").read_text())
+    assert named
+    words = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *named]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and f"{len(named)} tests collected" in done.stdout.replace("1 test c", "1 tests c")
