@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""The choices of conftest.py do what they say: ranks `apart` share no memory, and a slow test runs where it is named."""
+"""Tests run as they are marked: ranks `apart` share no memory, and a slow test runs where it is named."""
 
 import re
 import subprocess
@@ -38,5 +38,5 @@ def test_tests_that_the_makefile_names_would_run():
     named = re.findall(r"tests/\S+\.py::\w+", (ROOT / "Makefile").read_text())
     assert named
     words = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *named]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and f"{len(named)} tests collected" in done.stdout.replace("1 test c", "1 tests c")
