@@ -124,13 +124,13 @@ class _Turn:
 
     _begun = None  # when the first of them did, here
 
-    def __init__(self, number, whole, seconds):
-        self._number, self._whole, self._seconds = number, whole, seconds
+    def __init__(self, number, whole, seconds, level):
+        self._number, self._whole, self._seconds, self._level = number, whole, seconds, level
 
     def arranged(self, items, usual, thorough):
         """This turn's of the items that run usually, and of those that run when thorough, in the order they run in."""
-        grids = collections.Counter(_grid(item) for item in usual) if usual == thorough else {}
-        always = {item for item in usual if self._is_due(item, self._turns(item, grids))}
+        cases = collections.Counter(_grid(item) for item in usual)
+        always = {item for item in usual if self._is_due(item, self._turns(item, cases[_grid(item)]))}
         whole = {item for item in usual | thorough if self._is_whole(item)}
         due = [item for item in items if item not in always and (item in whole or self._adds(item, usual, thorough))]
         for item in due:
@@ -145,12 +145,11 @@ class _Turn:
     def _adds(self, item, usual, thorough):
         return item in thorough and item not in usual and self._is_due(item)
 
-    @staticmethod
-    def _turns(item, grids):
-        """After how many turns a usual case runs again. `grids` has the number of cases of each, if they take turns."""
-        if item.get_closest_marker("costly"):
-            return 6 if grids else 3
-        return 3 if grids.get(_grid(item), 1) > 1 else 1
+    def _turns(self, item, cases):
+        """After how many turns a usual case runs again, whose grid has so many of them."""
+        if self._level == "1":
+            return 3 if item.get_closest_marker("costly") else 1
+        return 6 if item.get_closest_marker("costly") else 3 if cases > 1 else 1
 
     def _is_due(self, item, turns=3):
         return zlib.crc32(item.nodeid.encode()) % turns == self._number % turns
@@ -194,7 +193,7 @@ def pytest_collection_modifyitems(config, items):
     chosen = [item for item in items if item in kept]
     if "TURN" in os.environ:
         changed, seconds = os.environ.get("CHANGED", "").split(), os.environ.get("TURN_SECONDS", "inf")
-        turn = _Turn(int(os.environ["TURN"]), tuple(changed), float(seconds))
+        turn = _Turn(int(os.environ["TURN"]), tuple(changed), float(seconds), level)
         chosen = turn.arranged(items, _kept(items, thorough=False), kept)
     left_out = set(items).difference(chosen)
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])

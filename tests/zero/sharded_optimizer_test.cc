@@ -134,7 +134,6 @@ TEST_P(Worlds, StepAlikeWhereverStatesLie) {
         comm::Group group = reductions_of(world);
         const Groups groups = two_groups(rule->name().c_str());
         for (int stage : {0, 2, 3}) {
-          const std::string name = std::to_string(stage);
           Stage resident(group, stage, dtype, *rule, groups);
           Stage elsewhere(group, stage, dtype, *rule, groups, &in_small_blocks);
           for (int step = 0; step < 3; ++step) {
@@ -160,7 +159,6 @@ TEST_P(Worlds, StepPackedMastersAsWholeOnes) {
       comm::Group group = reductions_of(world);
       const Groups groups = two_groups(rule->name().c_str());
       for (int stage : {0, 2, 3}) {
-        const std::string name = std::to_string(stage);
         Stage whole(group, stage, at::kBFloat16, *rule, groups);
         Stage packed(group, stage, at::kBFloat16, *rule, groups, {}, {}, kPacked);
         Stage elsewhere(group, stage, at::kBFloat16, *rule, groups, &in_small_blocks,
@@ -191,7 +189,6 @@ TEST_P(Worlds, RoundMomentsByTheElementAlone) {
         for (const bool packed : {false, true}) {
           const StateTypes types{.packed_masters = packed, .moments_seed = 3};
           for (int stage = 0; stage < 4; ++stage) {
-            const std::string name = std::to_string(stage) + (packed ? "packed" : "");
             Stage training(group, stage, dtype, rule, groups, {}, {}, types);
             Stage elsewhere(group, stage, dtype, rule, groups, &in_small_blocks, {}, types);
             for (int step = 0; step < 3; ++step) {

@@ -31,7 +31,7 @@ inline constexpr int64_t kRows[] = {5, 1, 33, 10};
 inline Tensor start_of(int p) { return at::arange(kSizes[p], at::kFloat) / 100 - 0.25 * p; }
 inline Tensor gradient_of(int p, int step) { return at::arange(kSizes[p], at::kFloat).sin() * (step + 1); }
 
-/// In which the stages of a test reduce, one after another.
+/// The group in which the stages of a test reduce, one after another.
 inline comm::Group reductions_of(const World& world) {
   return {world,
           comm::Team::whole(world),
