@@ -28,6 +28,8 @@ struct Handling {
 
 void set_interrupt_check(InterruptCheck check) { interrupt_check() = std::move(check); }
 
+bool has_interpreter() { return interrupt_check() != nullptr; }
+
 void check_interrupts() {
   if (!interrupt_check() || handling) return;
   const Handling scope;

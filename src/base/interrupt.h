@@ -23,6 +23,9 @@ inline constexpr std::chrono::milliseconds kInterruptPeriod{250};
 /// handler throws, such as Python's KeyboardInterrupt.
 void check_interrupts();
 
+/// Whether a language binding has installed that check.
+bool has_interpreter();
+
 /// Errors: std::runtime_error if this thread runs such a handler. The wait that it interrupted holds the engine's
 /// locks, so `method`, which takes them, would wait for itself.
 void refuse_in_interrupt_handler(const char* method);

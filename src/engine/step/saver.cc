@@ -31,7 +31,7 @@ double ms(std::chrono::nanoseconds time) { return std::chrono::duration<double, 
 
 }  // namespace
 
-Saver::~Saver() {
+void Saver::finish_alone() {
   if (!save_) return;
   if (optimizer_) optimizer_->states().before_changes({});
   config_.node_local ? leave_hosts() : leave();
@@ -54,6 +54,7 @@ void Saver::leave() {
     if (error.empty()) log(LogLevel::error, "the checkpoint " + path() + " was not saved: another rank did not write");
     checkpoint::abandon(plan.target);
   }
+  end({});
 }
 
 /// Other hosts' tables lie in folders that this one does not see. When training ends in good order, all ranks come
@@ -89,6 +90,7 @@ void Saver::begin(checkpoint::SavePlan plan, steady_clock::time_point since, Bou
   leaders_.clear();
   hold_ = std::make_unique<TerminationHold>();
   save_ = std::make_unique<BackgroundSave>(std::move(plan), most_kept_bytes());
+  exit_hook_ = std::make_unique<ExitHook>([this] { finish_alone(); });
   if (optimizer_) optimizer_->states().before_changes([this](int unit) { save_->live().changing(unit); });
   save_->live().keep_unprotected();
   wait_ = {};
@@ -187,6 +189,7 @@ void Saver::succeed() {
 }
 
 void Saver::end(SaveResult result) {
+  exit_hook_.reset();
   if (optimizer_) optimizer_->states().before_changes({});
   save_.reset();
   result_ = std::move(result);

@@ -14,6 +14,7 @@
 #include "checkpoint/save/background_save.h"
 #include "comm/messages.h"
 #include "engine/bind/channels.h"
+#include "engine/run/exit_hook.h"
 #include "engine/run/termination_hold.h"
 #include "engine/step/boundary.h"
 #include "zero/sharded_optimizer.h"
@@ -33,8 +34,8 @@ class Saver {
         std::shared_ptr<const std::atomic<bool>> lost_peers)
       : channels_(channels), config_(config), optimizer_(optimizer), lost_peers_(std::move(lost_peers)) {}
   /// Finishes a save without the other ranks' word: rank 0 looks for their files. Only hosts with folders of their own
-  /// must meet once more. An error is logged.
-  ~Saver();
+  /// must meet once more. An error is logged. std::exit on the thread that saves does the same.
+  ~Saver() { finish_alone(); }
   Saver(const Saver&) = delete;
 
   /// Equal on all ranks.
@@ -58,6 +59,7 @@ class Saver {
   void advance(const Phases& phases);
   void begin_commit();
   void fail(const std::string& error);
+  void finish_alone();
   void leave();
   void leave_hosts();
   void succeed();
@@ -71,6 +73,7 @@ class Saver {
   const std::shared_ptr<const std::atomic<bool>> lost_peers_;
   std::unique_ptr<checkpoint::BackgroundSave> save_;  // null: none is in flight
   std::unique_ptr<TerminationHold> hold_;
+  std::unique_ptr<ExitHook> exit_hook_;
   Boundary* boundary_ = nullptr;                // null: there was no save yet
   Phases of_stage_;                             // when this stage's ranks met last
   std::vector<uint8_t> leaders_;                // whether each rank commits; empty: not all have written
