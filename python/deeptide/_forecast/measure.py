@@ -163,8 +163,10 @@ class _Run:
     """Takes the figures at the borders of blocks, as the program passes them."""
 
     def __init__(self, blocks: dict[str, nn.Module], exchanges: _Exchanges | None) -> None:
+        """blocks: by a name of each call; a module that is called twice has two."""
         self.meter = Meter(blocks, torch.device("cpu"))
         self._blocks, self._exchanges = blocks, exchanges
+        self._is_inside = False  # a block's forward
         self._counter: Any = flop_counter.FlopCounterMode(display=False, custom_mapping={_ATTENTION: _attention_flops})
         self.flops: dict[str, int] = dict.fromkeys(blocks, 0)
         self.sent: dict[str, int] = dict.fromkeys(blocks, 0)
@@ -217,7 +219,9 @@ class _Run:
         self.arguments[name] = sum(storages.values())
         before = self.meter.storages()
         with self.meter.block(name, (args, kwargs)), watched(lambda tensor: self._saved(tensor, name, sent, before)):
+            self._is_inside = True
             output = forward(*args, **kwargs)
+            self._is_inside = False
         self._note(output, self._begun, name)
         self._keeps_shape[name] = bool(args) and getattr(output, "shape", 0) == getattr(args[0], "shape", None)
         now, later = self._now()
@@ -245,16 +249,25 @@ class _Run:
 
     def forward(self, model: nn.Module, call: Callable[[], Any]) -> Any:
         """One forward of the model, whose blocks' forwards pass through here."""
+        calls: dict[nn.Module, list[str]] = {}
         for name, block in self._blocks.items():
-            cast("Any", block).forward = self._through(name, block.forward)
+            calls.setdefault(block, []).append(name)
+        for block, names in calls.items():
+            cast("Any", block).forward = self._through(names, block.forward)
         with self._counter, self.meter.forward(model):
             output = call()
             self.all = self._now()
         self.meter.end_forward()
         return output
 
-    def _through(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: self._block(name, forward, args, kwargs)
+    def _through(self, names: Sequence[str], forward: Callable[..., Any]) -> Callable[..., Any]:
+        left = iter(names)
+
+        def through(*args: Any, **kwargs: Any) -> Any:
+            name = None if self._is_inside else next(left, None)  # a block within another one counts as that one's
+            return forward(*args, **kwargs) if name is None else self._block(name, forward, args, kwargs)
+
+        return through
 
     def parts(self) -> tuple[Part, list[Part], Part]:
         """(before, blocks, after). After a backward."""
@@ -286,8 +299,8 @@ def measured(
 ) -> MicroBatch:
     """Runs one micro-batch of the batch's shapes, on one of `tensor` ranks that share layers; the model stays.
 
-    names: of the blocks, in order. samples: rows of the micro-batch, instead of the batch's. Errors: ConfigError,
-    naming what the forward cannot do without memory, or what a team of so many ranks cannot share.
+    names: of the blocks, in the order of their calls. samples: rows of the micro-batch, instead of the batch's.
+    Errors: ConfigError, naming what the forward cannot do without memory, or what a team of so many ranks cannot share.
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
         given = _fresh(batch, samples or samples_of(batch))
@@ -305,7 +318,7 @@ def measured(
                 sequence_parallel_norms=json.loads(_C.config_section(config, "parallel"))["sequence_parallel_norms"],
             )
             exchanges.bytes = 0
-        run = _Run({name: copied.get_submodule(name) for name in names}, exchanges)
+        run = _Run({f"{number} {name}": copied.get_submodule(name) for number, name in enumerate(names)}, exchanges)
         try:
             output = run.forward(copied, lambda: call_with(copied, given))
             _loss_of(output).backward()  # type: ignore[no-untyped-call, unused-ignore]

@@ -221,12 +221,6 @@ def _step(
     chunks = chunks_of(config)
     order = Order(section["schedule"], config.batch_sizes(mesh.data).accumulation, chunks, policy == "recompute")
     names, bounds = bounds_of(model, mesh.pipeline, chunks, starts_of(config))
-    if len(set(names)) < len(names):
-        again = next(name for name in names if names.count(name) > 1)
-        raise _C.ConfigError(
-            f"plan: the forward of {type(model).__name__} calls '{again}' more than once, and \"by_operator\" cuts "
-            "between such calls, of which a step is not forecast: plan without a batch"
-        )
     micro = measured(model, config, names, batch, mesh.tensor)
     return Step(micro, stages, mesh, on_host, bounds, order).forecast(rates or Rates())
 

@@ -16,9 +16,12 @@ from torch.nn import functional as F
 
 import deeptide
 import operators
+from deeptide._forecast.measure import measured
+from deeptide._forecast.plan_mesh import bounds_of
+from deeptide.config import load_config
 from deeptide.pipeline import show_example
 from deeptide.pipeline.cutting.along import find_cut
-from deeptide.pipeline.cutting.chunks import BY_OPERATOR
+from deeptide.pipeline.cutting.chunks import BY_OPERATOR, starts_of
 from deeptide.pipeline.cutting.cut import cut_of
 from deeptide.pipeline.errors import PipelineError
 from operators import MODELS, edit_of
@@ -248,11 +251,19 @@ def test_the_plan_takes_the_same_cut():
     assert sizes == [first, sum(p.numel() for p in model.parameters()) - first]
 
 
-def test_a_plan_of_steps_refuses_modules_that_are_called_again():
+@pytest.mark.parametrize(("name", "batch"), [("unet", operators.PIXELS), ("towers", operators.TOKENS)])
+def test_a_plan_of_steps_has_each_call_of_a_module(name, batch):
     settings = families.config(1, GAS, 2) | {"parallel": {"pipeline": {"stages": 2, "cut": "by_operator"}}}
-    assert deeptide.plan(edit_of("unet")(None), settings, world_size=2, batch=operators.PIXELS).step is not None
-    with pytest.raises(deeptide.ConfigError, match="the forward of Towers calls 'words' more than once"):
-        deeptide.plan(edit_of("towers")(None), settings, world_size=2, batch=operators.TOKENS)
+    model, config = edit_of(name)(None), load_config(settings)
+    assert deeptide.plan(model, settings, world_size=2, batch=batch).step is not None
+    names, _ = bounds_of(model, 2, 1, starts_of(config))
+    assert (len(set(names)) < len(names)) == (name == "towers")
+    parts, whole = (measured(model, config, calls, batch) for calls in (names, []))
+    assert parts.flops == whole.flops > 0
+    kept = [sum(part.kept.bytes + part.kept.input_bytes for part in micro.parts) for micro in (parts, whole)]
+    assert kept[0] >= kept[1] > 0
+    again = [part.handed for part, call in zip(parts.blocks, names, strict=True) if call == "words"]
+    assert len(again) == (2 if name == "towers" else 0)
 
 
 # -- programs that differ, and what is refused -------------------------------------------------------------------------
