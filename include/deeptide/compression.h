@@ -13,6 +13,7 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "deeptide/config.h"
 #include "deeptide/errors.h"
@@ -64,6 +65,25 @@ class DEEPTIDE_API CompressedConv2dImpl : public torch::nn::Conv2dImpl {
 };
 TORCH_MODULE(CompressedConv2d);
 
+/// A power iteration ends after `max_iter` products with the Hessian, or once the value moves by less than `tol` of
+/// itself.
+struct PowerIteration {
+  int64_t max_iter = 100;
+  double tol = 1e-2;
+  double stability = 0.0;  // added to the norm of the vector
+  double scale = 1.0;      // the loss scale of the gradients
+};
+struct Eigenvalue {
+  double value = 0.0;
+  int64_t iterations = 0;
+};
+
+/// The largest eigenvalue, by magnitude, of the Hessian of a loss in `parameters`. `gradients`: the loss's, one for
+/// each, with a graph of their own. Starts from what torch's generator would draw next, and draws nothing from it.
+/// Errors: c10::Error where an operator has no second derivative. Source: Dong et al., HAWQ, arXiv:1905.03696.
+DEEPTIDE_API Eigenvalue largest_eigenvalue(const std::vector<at::Tensor>& parameters,
+                                           const std::vector<at::Tensor>& gradients, const PowerIteration& how);
+
 /// The techniques of a model's layers, by the optimizer steps so far. It refers to the model's layers.
 class DEEPTIDE_API Compression : public std::enable_shared_from_this<Compression> {
  public:
@@ -74,9 +94,14 @@ class DEEPTIDE_API Compression : public std::enable_shared_from_this<Compression
   /// Gives layers the weights of now: call it before each forward, in training and evaluation. `layer->weight` is then
   /// computed from the parameter of that name, to which its gradient goes.
   void before_forward();
-  /// Collective. The model's engine keeps the schedule from now on: it shares the first rank's masks, calls step(), and
-  /// its checkpoints save and load the place of the schedule. Errors: ValueError if it keeps another one.
+  /// Collective. The model's engine keeps the schedule from now on: it shares the first rank's masks, calls
+  /// before_backward() and step(), and its checkpoints save and load the place of the schedule. Errors: ValueError if
+  /// it keeps another one.
   void follow(Engine& engine);
+  /// Collective. Call it before the backward of a step's last loss, unless an engine does: where "quantize_training"
+  /// asks for eigenvalues and the step lowers bits, it measures the curvature of blocks. `mean`: as Engine::mean.
+  /// Errors: ConfigError where an operator of the model has no second derivative.
+  void before_backward(const at::Tensor& loss, const std::function<double(double)>& mean);
   /// Call it after an optimizer step that was applied, unless an engine does.
   void step();
   /// Collective. All ranks prune what the first one does. `broadcast`: as Engine::broadcast.

@@ -48,6 +48,7 @@ from deeptide._C_layers import check_sparsity as check_sparsity
 from deeptide._C_layers import check_transformer_layer as check_transformer_layer
 from deeptide._C_layers import compression_groups as compression_groups
 from deeptide._C_layers import compression_section as compression_section
+from deeptide._C_layers import largest_eigenvalue as largest_eigenvalue
 from deeptide._C_layers import sparse_attention_section as sparse_attention_section
 from deeptide._C_layers import sparse_layout as sparse_layout
 from deeptide._C_memory import CpuAllocatorStats as CpuAllocatorStats

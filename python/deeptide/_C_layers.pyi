@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
 # A part of _C.pyi: layers of models. No module of its own.
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -14,6 +14,14 @@ def sparse_layout(
 ) -> torch.Tensor: ...
 def compression_section(config: Config) -> str: ...
 def compression_groups(config: Config) -> str: ...
+def largest_eigenvalue(
+    parameters: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    max_iter: int,
+    tol: float,
+    stability: float,
+    scale: float,
+) -> tuple[float, int]: ...
 def check_transformer_layer(
     hidden_size: int,
     heads: int,

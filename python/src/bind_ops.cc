@@ -1,15 +1,18 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Binds layouts of block-sparse attention, checks of layers, the section of compression; operators come through
-// torch.ops.
+// Binds layouts of block-sparse attention, checks of layers, the section of compression and eigenvalues; operators come
+// through torch.ops.
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 #include <pybind11/typing.h>
 
 #include <array>
+#include <utility>
+#include <vector>
 
 #include "bindings.h"
 #include "deeptide/binding.h"
+#include "deeptide/compression.h"
 #include "deeptide/sparse_attention.h"
 #include "deeptide/transformer_layer.h"
 
@@ -52,6 +55,16 @@ void bind_ops(py::module_& module) {
       py::arg("config"), py::arg("num_heads"), py::arg("sequence_length"), py::arg("sample"));
   module.def("compression_section", &binding::compression_section, py::arg("config"));
   module.def("compression_groups", &binding::compression_groups, py::arg("config"));
+  module.def(
+      "largest_eigenvalue",
+      [](const std::vector<at::Tensor>& parameters, const std::vector<at::Tensor>& gradients, int64_t max_iter,
+         double tol, double stability, double scale) {
+        const Eigenvalue found = largest_eigenvalue(
+            parameters, gradients, {.max_iter = max_iter, .tol = tol, .stability = stability, .scale = scale});
+        return std::pair(found.value, found.iterations);
+      },
+      py::arg("parameters"), py::arg("gradients"), py::arg("max_iter"), py::arg("tol"), py::arg("stability"),
+      py::arg("scale"), NoGil());
   module.def(
       "check_transformer_layer",
       [](int64_t hidden_size, int64_t heads, double attn_dropout_ratio, double hidden_dropout_ratio,

@@ -5,6 +5,7 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
 #include <map>
 #include <utility>
 
@@ -126,20 +127,17 @@ void Compression::Impl::prepare() {
 std::shared_ptr<Compression> init_compression(torch::nn::Module& model, const Config& config,
                                               torch::nn::Module* teacher) {
   const Json section = compression::section_of(config);
-  if (compression::measures_curvature(config)) {
-    throw ConfigError(
-        "quantize_training.eigenvalue.enabled: true, and the model is a C++ module, whose curvature "
-        "nothing measures; set it to false");
+  auto impl = std::make_unique<Compression::Impl>(model);
+  if (const auto part = compression::eigenvalue_section(config)) {
+    impl->curvature = std::make_unique<compression::Curvature>(*part, model);
   }
-  auto impl =
-      std::make_unique<Compression::Impl>(Compression::Impl{.model = model, .groups = {}, .layers = {}, .falling = {}});
   impl->groups = compression::groups_of(section);
   if (section.at("layer_reduction").at("enabled").get<bool>()) {
     compression::reduce_layers(model, teacher, section.at("layer_reduction"));
   }
   impl->prepare();
   const Json& shared = section.at(compression::kWeights).at("shared_parameters");
-  if (!impl->falling_weights().empty()) {
+  if (!impl->falling_layers().empty()) {
     const Json& mixture = shared.at("fp16_mixed_quantize");
     impl->falling.emplace();
     if (mixture.at("enabled").get<bool>()) impl->falling->change = mixture.at("quantize_change_ratio").get<double>();
@@ -162,12 +160,19 @@ compression::Layer& Compression::Impl::layer_of(const torch::nn::Module& module,
                     " was not prepared; call init_compression with the same configuration first");
 }
 
-std::vector<WeightQuantization*> Compression::Impl::falling_weights() {
-  std::vector<WeightQuantization*> found;
+std::vector<Layer*> Compression::Impl::falling_layers() {
+  std::vector<Layer*> found;
   for (Layer& layer : layers) {
-    if (layer.weights && !layer.weights->in_forward) found.push_back(&*layer.weights);
+    if (layer.weights && !layer.weights->in_forward) found.push_back(&layer);
   }
   return found;
+}
+
+bool Compression::Impl::is_due() {
+  const auto falling_now = falling_layers();
+  return std::any_of(falling_now.begin(), falling_now.end(), [&](const Layer* layer) {
+    return layer->weights->bits != layer->weights->target_bits && falling->steps + 1 >= layer->weights->period;
+  });
 }
 
 // DeepSpeed rounds after a step and before it looks whether the technique has begun, so weights are rounded from the
@@ -177,10 +182,11 @@ void Compression::Impl::advance_bits() {
   ++bits.steps;
   if (bits.change) bits.share_kept = bits.share_kept > 0 ? bits.share_kept - *bits.change : 0.0;
   int64_t index = 0;
-  for (WeightQuantization* weight : falling_weights()) {
+  for (Layer* layer : falling_layers()) {
+    WeightQuantization* weight = &*layer->weights;
     if (weight->bits != weight->target_bits && bits.steps >= weight->period) {
       bits.share_kept = 1.0;
-      weight->period *= 2;
+      weight->period *= 2 * (curvature ? curvature->factor(layer->module()) : 1);
       --weight->bits;
       if (bits.is_verbose) {
         log(LogLevel::info, format_text("weight {} has {} bits after {} steps; period {}", index, weight->bits,
@@ -192,6 +198,7 @@ void Compression::Impl::advance_bits() {
     weight->share_kept = bits.change ? bits.share_kept : 0.0;
     ++index;
   }
+  if (curvature) curvature->forget();
 }
 
 void Compression::Impl::follow() {
@@ -206,6 +213,11 @@ void Compression::Impl::follow() {
 
 void Compression::before_forward() {
   for (const Layer& layer : impl_->layers) layer.compress();
+}
+
+void Compression::before_backward(const Tensor& loss, const std::function<double(double)>& mean) {
+  if (!impl_->curvature || !impl_->falling || impl_->steps < impl_->falling_offset || !impl_->is_due()) return;
+  impl_->curvature->measure(impl_->steps, loss, mean);
 }
 
 void Compression::step() {
@@ -226,8 +238,9 @@ std::string Compression::add_state(const std::string& client_state_json) const {
   Json state = {{"steps", impl_->steps}, {"falling", nullptr}};
   if (impl_->falling) {
     Json layers = Json::array();
-    for (const WeightQuantization* weight : impl_->falling_weights()) {
-      layers.push_back(Json::array({weight->bits, weight->period, weight->share_kept}));
+    for (const Layer* layer : impl_->falling_layers()) {
+      const WeightQuantization& weight = *layer->weights;
+      layers.push_back(Json::array({weight.bits, weight.period, weight.share_kept}));
     }
     state["falling"] = {
         {"steps", impl_->falling->steps}, {"share_kept", impl_->falling->share_kept}, {"layers", layers}};
@@ -244,7 +257,8 @@ bool Compression::take_state(const std::string& client_state_json) {
       bits.steps = state.at("steps").get<int64_t>();
       bits.share_kept = state.at("share_kept").get<double>();
       size_t index = 0;
-      for (WeightQuantization* weight : impl_->falling_weights()) {
+      for (Layer* layer : impl_->falling_layers()) {
+        WeightQuantization* weight = &*layer->weights;
         const Json& one = state.at("layers").at(index++);
         weight->bits = one.at(0).get<int64_t>();
         weight->period = one.at(1).get<int64_t>();

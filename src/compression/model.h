@@ -3,9 +3,11 @@
 // The outcome of init_compression, shared by the schedule and the cleaning.
 #pragma once
 
+#include <memory>
 #include <optional>
 #include <vector>
 
+#include "compression/curvature.h"
 #include "compression/layer.h"
 
 namespace deeptide::compression {
@@ -29,13 +31,16 @@ struct __attribute__((visibility("hidden"))) deeptide::Compression::Impl {
   std::vector<compression::Layer> layers;
   std::optional<compression::FallingBits> falling;  // absent: no layer's bits fall
   int64_t falling_offset = 0;
+  std::unique_ptr<compression::Curvature> curvature;  // null: periods double, and no more
   int64_t steps = 0;
 
   /// Adds the groups' techniques. Errors: ConfigError for a module that two groups of a technique name.
   void prepare();
   /// Errors: ConfigError if the layer is none that was prepared.
   compression::Layer& layer_of(const torch::nn::Module& module, const std::string& name);
-  std::vector<compression::WeightQuantization*> falling_weights();
+  std::vector<compression::Layer*> falling_layers();
+  /// Whether the next step lowers bits.
+  bool is_due();
   void advance_bits();
   void follow();
 };

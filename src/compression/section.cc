@@ -140,9 +140,10 @@ Json section_of(const Config& config) {
   return section;
 }
 
-bool measures_curvature(const Config& config) {
+std::optional<Json> eigenvalue_section(const Config& config) {
   const Json older = read(config, kOlder);
-  return older.at("enabled").get<bool>() && older.at("eigenvalue").at("enabled").get<bool>();
+  const Json& part = older.at("eigenvalue");
+  return older.at("enabled").get<bool>() && part.at("enabled").get<bool>() ? std::optional(part) : std::nullopt;
 }
 
 std::vector<Group> groups_of(const Json& section) {

@@ -3,6 +3,7 @@
 // The section "compression_training": which modules, which technique, and what is wrong with it.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -28,8 +29,8 @@ struct Group {
 
 /// The section with its defaults; "quantize_training" becomes a group of it. Errors: ConfigError for both.
 Json section_of(const Config& config);
-/// Whether "quantize_training" asks for eigenvalues.
-bool measures_curvature(const Config& config);
+/// "quantize_training.eigenvalue", if the section asks for eigenvalues.
+std::optional<Json> eigenvalue_section(const Config& config);
 /// Groups of all techniques that are on, in the order in which they are made final. Errors: ConfigError naming the key.
 std::vector<Group> groups_of(const Json& section);
 

@@ -3,6 +3,7 @@
 // Forwards every public method to the parts of the engine.
 #include "deeptide/engine.h"
 
+#include "deeptide/compression.h"
 #include "deferred/recorder.h"
 #include "engine/design/optimizer_groups.h"
 #include "engine/engine_impl.h"
@@ -36,8 +37,13 @@ void Engine::Impl::check_process(const char* method) const {
 }
 
 void Engine::backward(const at::Tensor& loss, bool retain_graph) {
-  impl_->told("backward",
-              [&] { impl_->explain_memory("backward()", [&] { impl_->stepper->backward(loss, retain_graph); }); });
+  impl_->told("backward", [&] {
+    const auto& compression = impl_->stepper->compression();
+    if (compression && impl_->stepper->is_boundary()) {
+      compression->before_backward(loss, [&](double value) { return impl_->mean(value); });
+    }
+    impl_->explain_memory("backward()", [&] { impl_->stepper->backward(loss, retain_graph); });
+  });
 }
 StepOutcome Engine::step() {
   std::optional<StepOutcome> outcome;

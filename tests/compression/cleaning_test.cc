@@ -155,7 +155,7 @@ TEST(InitCompression, NamesWhatDoesNotFit) {
           "'0$' names 0, which a: '0' names already");
   refuses({{"quantize_training",
             {{"enabled", true}, {"eigenvalue", {{"enabled", true}, {"layer_name", "h"}, {"layer_num", 1}}}}}},
-          "whose curvature nothing measures");
+          "the model has no list of 1 layers at 'h'");
 }
 
 TEST(InitCompression, IsCalledOnce) {

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from deeptide._C import ConfigError
+from deeptide._C import ConfigError, largest_eigenvalue
 from deeptide._process.log import say
 
 
@@ -80,38 +80,13 @@ class Eigenvalue:
 
     def _largest(self, pairs: list[tuple[nn.Parameter, Tensor]], number: int, scale: float) -> float:
         parameters, gradients = [p for p, _ in pairs], [g for _, g in pairs]
-        state = torch.random.get_rng_state()  # training draws what it would draw without this
-        vector = [torch.randn(p.size()).to(p.device) for p in parameters]
-        torch.random.set_rng_state(state)
-        vector = self._normalised(vector)
-        value, before, steps = 1.0, 0.0, 0
-        while steps < self.max_iter and value != 0 and abs((value - before) / value) >= self.tol:
-            before = value
-            typed = [v.to(g.dtype) for v, g in zip(vector, gradients, strict=True)]
-            products = torch.autograd.grad(
-                gradients, parameters, grad_outputs=typed, retain_graph=True, allow_unused=True
-            )
-            finite = [
-                torch.zeros_like(v) if h is None else torch.nan_to_num(h, nan=0.0, posinf=0.0, neginf=0.0).float()
-                for h, v in zip(products, vector, strict=True)
-            ]
-            value = float(_inner(finite, vector))
-            vector = [v / scale for v in self._normalised(finite)]
-            steps += 1
+        value, steps = largest_eigenvalue(parameters, gradients, self.max_iter, self.tol, self.stability, scale)
         if self.verbose:
-            say(f"block {number}: eigenvalue {value * scale:.6g} after {steps} iterations")
-        return value * scale
-
-    def _normalised(self, vector: list[Tensor]) -> list[Tensor]:
-        norm = _inner(vector, vector) ** 0.5 + self.stability
-        return [torch.nan_to_num(v / norm, nan=0.0, posinf=0.0, neginf=0.0) for v in vector]
+            say(f"block {number}: eigenvalue {value:.6g} after {steps} iterations")
+        return value
 
     @staticmethod
     def normalised(values: list[float]) -> list[float]:
         """Magnitudes over the largest one; 1 for a block that has none."""
         largest = max(abs(value) for value in values)
         return [abs(value) / largest if value != 0 else 1.0 for value in values]
-
-
-def _inner(one: list[Tensor], other: list[Tensor]) -> Tensor:
-    return torch.stack([(x * y).sum() for x, y in zip(one, other, strict=True)]).sum()

@@ -152,6 +152,64 @@ TEST(Compression, IsKeptByARebuiltEngine) {
   });
 }
 
+constexpr const char* kCurved = R"({"quantize_training": {"enabled": true,
+  "quantize_bits": {"start_bits": 8, "target_bits": 3},
+  "quantize_schedule": {"quantize_period": 2, "schedule_offset": 0}, "quantize_groups": 2,
+  "eigenvalue": {"enabled": true, "layer_name": "h", "layer_num": 3, "max_iter": 30}}})";
+
+struct CurvedImpl : torch::nn::Module {
+  CurvedImpl() : embed(kVocabulary, kWidth), head(kWidth, kVocabulary) {
+    register_module("embed", embed);
+    for (int number = 0; number < 3; ++number) h->push_back(torch::nn::Linear(kWidth, kWidth));
+    register_module("h", h);
+    register_module("head", head);
+  }
+  Tensor forward(const Tensor& tokens, const Tensor& targets) {
+    Tensor x = embed(tokens);
+    for (const auto& block : *h) x = torch::tanh(block->as<torch::nn::Linear>()->forward(x));
+    return torch::nn::functional::cross_entropy(head(x), targets);
+  }
+  torch::nn::Embedding embed;
+  torch::nn::ModuleList h;
+  torch::nn::Linear head;
+};
+TORCH_MODULE(Curved);
+
+/// [bits, period, share kept] of each layer after two steps, per rank.
+std::vector<std::string> curved_layers(int stage) {
+  std::vector<std::string> layers(2);
+  run_ranks(2, [&](const World& world) {
+    const Config config = config_of(stage, 2, 1, false, Ranks::apart).with(kCurved);
+    Curved model = make_seeded([] { return Curved(); });
+    const auto compression = init_compression(*model, config);
+    Engine engine = engine_of(*model, world, config);
+    compression->follow(engine);
+    for (int64_t number = 0; number < 2; ++number) {
+      const auto [tokens, targets] = batch_of(number, 4);
+      compression->before_forward();
+      engine.backward(model(tokens.narrow(0, 2 * world.rank, 2), targets.narrow(0, 2 * world.rank, 2)));
+      engine.step();
+    }
+    layers[static_cast<size_t>(world.rank)] = compression->add_state("{}");
+  });
+  return layers;
+}
+
+/// The period of two steps: doubled, times 1 + floor(4 * share), 5 for the most curved block.
+TEST(Compression, CurvedBlocksKeepTheirBitsLongerAndRanksAgree) {
+  std::string first;
+  for (const int stage : {0, 3}) {
+    const auto ranks = curved_layers(stage);
+    EXPECT_EQ(ranks[0], ranks[1]);
+    if (first.empty()) first = ranks[0];
+    EXPECT_EQ(ranks[0], first) << "stage " << stage;
+  }
+  const auto found = first.find("[[7,4,"), most = first.find("[7,20,");
+  EXPECT_NE(found, first.npos) << "the embedding is in no block: " << first;
+  EXPECT_NE(most, first.npos) << first;
+  EXPECT_NE(first.find("[7,4,0.0]]"), first.npos) << "nor is the head: " << first;
+}
+
 TEST(Compression, IsOneForAnEngine) {
   run_ranks(1, [](const World& world) {
     Session one(world, 0, false), other(world, 0, true);
