@@ -14,7 +14,8 @@
 
 /// Dispatcher operators `deeptide::…` with gradients; sharded parameters arrive whole. Fast for fp32 and bf16 on the
 /// CPU, with one result for any number of threads. All else (other types and devices, autocast, torch.func, tracing)
-/// uses torch's operators and their semantics. A second derivative needs double, which uses torch.
+/// uses torch's operators and their semantics, but linear_cross_entropy, which saves memory on devices too. A second
+/// derivative needs double, which uses torch.
 namespace deeptide::ops {
 
 /// Returns input weightᵀ + bias. Shapes: input (…, I), weight (O, I), bias (O,) or undefined -> (…, O).
@@ -28,9 +29,10 @@ DEEPTIDE_API at::Tensor linear(const at::Tensor& input, const at::Tensor& weight
 DEEPTIDE_API at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& targets, int64_t ignore_index = -100,
                                       int64_t reduction = at::Reduction::Mean, double label_smoothing = 0.0);
 
-/// Returns cross_entropy(hidden weightᵀ + bias, targets), some rows at a time: at most 32 MiB of logits exist at once.
-/// On the CPU, rows whose target is `ignore_index` are left out of every product, forward and backward.
-/// Shapes: hidden (N, D), weight (V, D), targets (N,), bias (V,) -> a scalar in fp32. Reduction: Mean or Sum.
+/// Returns cross_entropy(hidden weightᵀ + bias, targets), some rows at a time: at most 32 MiB of logits exist at once,
+/// on a device 256 MiB and their shares in fp32; fp16 and double use torch's operators, which keep all of them. On the
+/// CPU, rows whose target is `ignore_index` are left out of every product, forward and backward. Shapes: hidden (N, D),
+/// weight (V, D), targets (N,), bias (V,) -> a scalar in fp32. Reduction: Mean or Sum.
 DEEPTIDE_API at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight,
                                              const at::Tensor& targets, int64_t ignore_index = -100,
                                              int64_t reduction = at::Reduction::Mean, double label_smoothing = 0.0,

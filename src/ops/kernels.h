@@ -65,6 +65,11 @@ void attention_shares_cpu(const at::Tensor& scores_PRC, const AttentionTerms& te
 /// Turns the gradient of shares, both contiguous bf16, into that of the unscaled scores in place.
 void attention_gradient_cpu(const at::Tensor& shares_PRC, const at::Tensor& gradient_PRC, double scale);
 
+/// The same by torch's operators, on any device. The gradient is multiplied by `scale` too, a number on the device; it
+/// may be undefined. A target that is no class is torch's to find.
+void cross_entropy_rows(const at::Tensor& logits_NV, const at::Tensor& targets_N, const CrossEntropyTerms& terms,
+                        const at::Tensor& scale, const at::Tensor& losses_N, const at::Tensor& gradient_NV);
+
 /// Computes cross-entropy with torch's operators; any type and device, with gradients of any order.
 at::Tensor cross_entropy_reference(const at::Tensor& logits_NV, const at::Tensor& targets_N, int64_t ignore_index,
                                    int64_t reduction, double label_smoothing);

@@ -68,10 +68,10 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """cross_entropy(linear(hidden, weight, bias), targets), with at most 32 MiB of logits at a time.
+    """cross_entropy(linear(hidden, weight, bias), targets), with at most 32 MiB of logits at a time, on a GPU 256 MiB.
 
-    Shapes: hidden (N, D), weight (V, D), targets (N,), bias (V,) -> a scalar. On the CPU, rows whose target is
-    ignore_index are left out of every product, forward and backward.
+    Shapes: hidden (N, D), weight (V, D), targets (N,), bias (V,) -> a scalar. fp16 and double take torch's
+    own operators. On the CPU, rows whose target is ignore_index are left out of every product, forward and backward.
     """
     return torch.ops.deeptide.linear_cross_entropy(
         hidden, weight, targets, ignore_index, _reduction(reduction), label_smoothing, bias

@@ -30,7 +30,8 @@ using torch::autograd::variable_list;
 
 namespace {
 
-constexpr int64_t kChunkBytes = 32 << 20;  // per chunk of logits
+/// Bytes of a chunk of logits: the caches decide on the CPU. A device wants few launches and large products.
+int64_t chunk_bytes(const Tensor& hidden_ND) { return int64_t{hidden_ND.is_cpu() ? 32 : 256} << 20; }
 
 struct Settings {
   int64_t ignore_index;
@@ -76,9 +77,11 @@ Tensor reduce(const Tensor& losses_N, const Settings& settings, int64_t count) {
   return settings.reduction == at::Reduction::Sum ? sum : sum / count;
 }
 
-/// Returns `known` times the gradient of the loss; most often that is 1, and nothing needs doing.
+/// Returns `known` times the gradient of the loss; most often that is 1, and nothing needs doing. A device's is not
+/// read.
 Tensor scaled(const Tensor& known, const Tensor& gradient) {
-  if (!known.defined() || (gradient.numel() == 1 && gradient.item<double>() == 1.0)) return known;
+  if (!known.defined()) return known;
+  if (gradient.is_cpu() && gradient.numel() == 1 && gradient.item<double>() == 1.0) return known;
   return known * (gradient.dim() == 1 ? gradient.unsqueeze(1) : gradient).to(known.scalar_type());
 }
 
@@ -122,21 +125,33 @@ struct Head {
   std::optional<Tensor> bias_V;
 };
 
+/// The settings of rows, and a factor of their gradient that only the device knows; undefined: none.
+struct RowSettings {
+  CrossEntropyTerms terms;
+  Tensor scale;
+};
+
+void row_losses(const Tensor& logits_NV, const Tensor& targets_N, const RowSettings& rows, const Tensor& losses_N,
+                const Tensor& gradient_NV) {
+  if (logits_NV.is_cpu()) return cross_entropy_cpu(logits_NV, targets_N, rows.terms, losses_N, gradient_NV);
+  cross_entropy_rows(logits_NV, targets_N, rows.terms, rows.scale, losses_N, gradient_NV);
+}
+
 /// Computes the losses of all rows, chunk by chunk; each chunk's gradient replaces its logits.
-void chunked_losses(const Tensor& hidden_ND, const Head& head, const Tensor& targets_N, const CrossEntropyTerms& terms,
+void chunked_losses(const Tensor& hidden_ND, const Head& head, const Tensor& targets_N, const RowSettings& settings,
                     const Tensor& losses_N, HiddenGradients* wanted) {
   const Tensor& weight_VD = head.weight_VD;
   const int64_t rows = hidden_ND.size(0);
   const int64_t row_bytes = weight_VD.size(0) * static_cast<int64_t>(hidden_ND.element_size());
-  const int64_t chunk = std::max<int64_t>(1, kChunkBytes / std::max<int64_t>(1, row_bytes));
+  const int64_t chunk = std::max<int64_t>(1, chunk_bytes(hidden_ND) / std::max<int64_t>(1, row_bytes));
   const bool several = rows > chunk;
   Tensor weight_sum, bias_sum;  // in fp32, because otherwise each chunk would round
   for (int64_t first = 0; first < rows; first += chunk) {
     const int64_t count = std::min(chunk, rows - first);
     const Tensor part_CD = hidden_ND.narrow(0, first, count);
     const Tensor logits_CV = product_nt(part_CD, weight_VD, head.bias_V).contiguous();
-    cross_entropy_cpu(logits_CV, targets_N.narrow(0, first, count), terms, losses_N.narrow(0, first, count),
-                      wanted->any() ? logits_CV : Tensor());
+    row_losses(logits_CV, targets_N.narrow(0, first, count), settings, losses_N.narrow(0, first, count),
+               wanted->any() ? logits_CV : Tensor());
     if (wanted->hidden_ND.defined()) {
       wanted->hidden_ND.narrow(0, first, count).copy_(product_nt(logits_CV, weight_VD.t()));
     }
@@ -163,7 +178,11 @@ struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
     const at::AutoDispatchBelowADInplaceOrView below;
     const Settings settings{ignore_index, reduction, label_smoothing};
     const Tensor hidden_ND = hidden.contiguous(), targets = targets_N.contiguous();
-    const int64_t count = count_targets("linear_cross_entropy", targets, weight_VD.size(0), ignore_index);
+    const bool on_host = hidden_ND.is_cpu();
+    const int64_t count = on_host ? count_targets("linear_cross_entropy", targets, weight_VD.size(0), ignore_index) : 0;
+    RowSettings rows{{ignore_index, label_smoothing, on_host ? scale_of(settings, count) : 1.0}, {}};
+    if (!on_host && reduction == at::Reduction::Mean)
+      rows.scale = targets.ne(ignore_index).sum().to(at::kFloat).reciprocal();
     const Tensor losses_N = at::empty({hidden_ND.size(0)}, hidden_ND.options().dtype(at::kFloat));
     HiddenGradients known;  // those that no row adds to stay zero
     if (with_gradients[0]) known.hidden_ND = at::empty_like(hidden_ND);
@@ -171,10 +190,9 @@ struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
     if (with_gradients[1])
       known.weight_VD = at::zeros(none ? weight_VD.sizes() : at::IntArrayRef{0}, weight_VD.options());
     if (with_gradients[2]) known.bias_V = at::zeros(bias_V->sizes(), bias_V->options());
-    chunked_losses(hidden_ND, {weight_VD, bias_V}, targets, {ignore_index, label_smoothing, scale_of(settings, count)},
-                   losses_N, &known);
+    chunked_losses(hidden_ND, {weight_VD, bias_V}, targets, rows, losses_N, &known);
     context->save_for_backward({known.hidden_ND, known.weight_VD, known.bias_V});
-    return reduce(losses_N, settings, count);
+    return rows.scale.defined() ? losses_N.sum() * rows.scale : reduce(losses_N, settings, count);
   }
 
   static variable_list backward(AutogradContext* context, variable_list gradients) {
@@ -229,9 +247,11 @@ Tensor linear_cross_entropy_kernel(const Tensor& hidden, const Tensor& weight, c
                     ": reduction is None, expected Mean or Sum; for a loss per "
                     "row use cross_entropy(linear(hidden, weight), targets)");
   const CountedRows rows = counted_rows(hidden, targets, weight.size(0), ignore_index);
-  const bool fast = fast_path(hidden) && fast_path(weight) && (!has_bias || fast_path(*bias)) && targets.is_cpu() &&
-                    hidden.scalar_type() == weight.scalar_type() &&
-                    (!has_bias || bias->scalar_type() == weight.scalar_type());
+  const auto fits = [&](const Tensor& tensor) {
+    return plain_float(tensor) && tensor.device() == hidden.device() && tensor.scalar_type() == hidden.scalar_type();
+  };
+  const bool fast = fits(hidden) && fits(weight) && (!has_bias || fits(*bias)) && plain(targets) &&
+                    targets.device() == hidden.device();
   if (!fast) {
     return cross_entropy_reference(at::linear(rows.hidden_MD, weight, bias), rows.targets_M, ignore_index, reduction,
                                    label_smoothing);

@@ -11,7 +11,7 @@
 #include "ops/kernels.h"
 
 #undef HWY_TARGET_INCLUDE
-#define HWY_TARGET_INCLUDE "ops/cross_entropy_cpu.cc"
+#define HWY_TARGET_INCLUDE "ops/losses/cross_entropy_cpu.cc"
 #define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4 | HWY_AVX3_DL)
 #include <hwy/foreach_target.h>
 // Must follow foreach_target.h, as Highway requires.
