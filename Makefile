@@ -20,7 +20,7 @@ CPP_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cc' '*.
 PYTHON_FOLDERS = $(wildcard python examples bench tests tools src)
 
 export PATH := $(abspath $(VENV))/bin:$(PATH)
-# setup.sh installs torch without its bytecode: hundreds of short processes would compile it again each time.
+# setup.sh installs packages without their bytecode: hundreds of short processes would compile it again each time.
 export PYTHONPYCACHEPREFIX ?= $(abspath $(BUILD))/bytecode
 export PYTHONDONTWRITEBYTECODE =
 # Without these ccache compiles anew whatever uses a precompiled header.

@@ -189,7 +189,7 @@ install_torch() {
   if ! torch_version >/dev/null 2>&1; then
     say "installing $TORCH_SPEC (some minutes on a slow network)"
     # shellcheck disable=SC2086  # words with pip's options
-    $pip install --no-compile $TORCH_SPEC  # Python compiles what is imported, a tenth of it, as it is imported
+    $pip_install $TORCH_SPEC
   fi
   "$VENV/bin/python" -W ignore -c 'import torch' || { say "torch does not load"; exit 1; }
   echo "torch==$(torch_version)" >"$VENV/torch-constraint.txt"
@@ -197,15 +197,16 @@ install_torch() {
 
 install_python() {
   [ -x "$VENV/bin/python" ] || { say "making $VENV" && "$PYTHON3" -m venv "$VENV"; }
-  pip="$VENV/bin/python -m pip --disable-pip-version-check"
-  [ -t 1 ] || pip="$pip -q"  # a terminal sees the progress
+  # Python compiles what is imported, a tenth of it, as it is imported.
+  pip_install="$VENV/bin/python -m pip --disable-pip-version-check install --no-compile"
+  [ -t 1 ] || pip_install="$pip_install -q"  # a terminal sees the progress
   [ "$PURPOSES" = lint ] || install_torch
   touch "$VENV/torch-constraint.txt"  # empty if nothing here needs torch
   for purpose in $PURPOSES; do
     list=tools/requirements/$purpose.txt
     [ -f "$list" ] || continue
     say "installing $list"
-    $pip install -c "$VENV/torch-constraint.txt" -r "$list"
+    $pip_install -c "$VENV/torch-constraint.txt" -r "$list"
     [ "$purpose" != test ] || install_intel_mpi
   done
 }
@@ -216,7 +217,7 @@ install_intel_mpi() {
   [ "$(id -u)" = 0 ] && [ "$(uname -m)" = x86_64 ] || return 0
   [ -x "$VENV/impi/bin/mpirun" ] && return
   say "installing Intel MPI for its tests"
-  $pip install --no-deps --prefix "$VENV/impi" impi-rt==2021.19.0 || say "no Intel MPI: its tests will be skipped"
+  $pip_install --no-deps --prefix "$VENV/impi" impi-rt==2021.19.0 || say "no Intel MPI: its tests will be skipped"
 }
 
 install_packages
