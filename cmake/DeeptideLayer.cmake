@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # deeptide_add_layer(<name> [COLD] SOURCES … [LIBRARIES …]): one folder = one object library; all objects go into ONE shared
-# library, since the gate's registrar must survive linking and must exist once. COLD: no step runs it.
+# library, since the gate's registrar must survive linking and must exist once. COLD: no step runs it, and it uses no torch.
 # A layer that touches tensors names deeptide_torch among its LIBRARIES; base, trace, config, io and launch stay free of torch.
 set_property(GLOBAL PROPERTY DEEPTIDE_LAYERS "")
 set_property(GLOBAL PROPERTY DEEPTIDE_LAYER_LIBRARIES "")
@@ -26,7 +26,7 @@ function(deeptide_add_layer name)
     deeptide_add_objects(deeptide_${name}_vectors vectors "${vectors}" "${ARG_LIBRARIES}" "")
   endif()
   set(options "")
-  if(ARG_COLD)
+  if(ARG_COLD OR deeptide_torch IN_LIST ARG_LIBRARIES)
     set(options ${DEEPTIDE_COLD_OPTIONS})
   endif()
   deeptide_add_objects(deeptide_${name} layers "${ARG_SOURCES}" "${ARG_LIBRARIES}" "${options}")
