@@ -40,7 +40,7 @@ bool blas_is_slow() {
 }  // namespace
 
 bool onednn_multiplies(const Tensor& a_MK, const Tensor& b_NK) {
-  return blas_is_slow() && a_MK.scalar_type() == at::kFloat && b_NK.scalar_type() == at::kFloat &&
+  return a_MK.is_cpu() && blas_is_slow() && a_MK.scalar_type() == at::kFloat && b_NK.scalar_type() == at::kFloat &&
          a_MK.numel() * b_NK.size(0) >= kWorthwhile && onednn_linear();
 }
 

@@ -24,7 +24,7 @@ void cross_entropy_rows(const Tensor& logits_NV, const Tensor& targets_N, const 
   shares_NV.exp_();
   if (smoothing != 0.0) shares_NV.sub_(smoothing / static_cast<double>(logits_NV.size(1)));
   shares_NV.scatter_add_(1, class_N1, at::full_like(class_N1, smoothing - 1.0, losses_N1.options()));
-  shares_NV.mul_(terms.gradient_scale);
+  if (terms.gradient_scale != 1.0) shares_NV.mul_(terms.gradient_scale);
   if (scale.defined()) shares_NV.mul_(scale);
   gradient_NV.copy_(shares_NV.masked_fill_(ignored_N1, 0.0));
 }
