@@ -67,6 +67,11 @@ class DEEPTIDE_API TensorTeam {
   /// collectives; null: nobody is.
   void serve(std::function<void()> meanwhile, std::shared_ptr<trace::Recorder> recorder);
 
+  /// Tells, before an engine is made, that the layers exchange over groups of their own, as Megatron's do. A rank that
+  /// waits there serves nobody: an engine at stage 3 then gathers as each rank's program goes, which is one for all.
+  void note_own_groups();
+  bool layers_have_own_groups() const;
+
  private:
   struct Impl;
   std::unique_ptr<Impl> impl_;

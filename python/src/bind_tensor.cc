@@ -54,6 +54,7 @@ void bind_tensor(py::module_& module) {
       .def_property_readonly("index", &TensorTeam::index)
       .def_property_readonly("data_rank", &TensorTeam::data_rank)
       .def_property_readonly("data_size", &TensorTeam::data_size)
+      .def("note_own_groups", &TensorTeam::note_own_groups)
       .def("all_reduce", &TensorTeam::all_reduce, py::arg("tensor"), py::arg("phase"), NoGil())
       .def("reduce_scatter", &TensorTeam::reduce_scatter, py::arg("tensor"), py::arg("phase"), NoGil())
       .def("start_all_reduce", &TensorTeam::start_all_reduce, py::arg("tensor"), py::arg("phase"), NoGil(),

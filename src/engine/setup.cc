@@ -55,10 +55,11 @@ bool wants_side_thread(const Config& config, const host::Host& host, const comm:
   return config.runtime().reduce_thread == ReduceThread::on || has_idle_core(host, team);
 }
 
-/// Whether layers wait on devices for other ranks of a stage 3: a host that waits for its device answers no round, so
-/// that ranks could wait for each other in a circle.
-bool runs_one_program(const engine::Design& design) {
-  return !design.on_cpu() && design.policy.shard_parameters && design.topology.mesh.size(world::Axis::tensor) > 1;
+/// Whether layers wait for other ranks of a stage 3 without serving it, on devices or in groups of their own: who waits
+/// there answers no round, so that ranks could wait for each other in a circle.
+bool runs_one_program(const engine::Design& design, const TensorTeam* team) {
+  if (!design.policy.shard_parameters || design.topology.mesh.size(world::Axis::tensor) == 1) return false;
+  return !design.on_cpu() || (team != nullptr && team->layers_have_own_groups());
 }
 
 /// Tells of a learning rate that the program has set and the schedule overrides: one of the two is a mistake.
@@ -99,7 +100,7 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
   // One block stays free for the shard that is being gathered.
   if (model.offloaded() && model.offloaded()->uses_files())
     limits.read_ahead_bytes = model.offloaded()->staging_bytes() - tiers::kSwapBlockBytes;
-  if (runs_one_program(design)) channels.rounds().take_wishes_as_alike();
+  if (runs_one_program(design, channels.tensor_team())) channels.rounds().take_wishes_as_alike();
   residency = std::make_unique<sharding::Residency>(model.sharded(), channels.all(Purpose::gathers), channels.rounds(),
                                                     ledger, model.device(), limits);
   if (design.rule) {

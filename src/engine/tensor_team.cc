@@ -162,6 +162,7 @@ struct TensorTeam::Impl {
   const std::unique_ptr<comm::Group> device_group;  // null: the world is the CPU's
   std::mutex mutex;
   std::function<void()> meanwhile;
+  bool layers_have_own_groups = false;
 };
 
 TensorTeam::TensorTeam(const World& world, int size, double timeout_s, int stages)
@@ -229,6 +230,9 @@ void TensorTeam::broadcast(const Tensor& tensor, const std::string& phase) {
   auto pending = impl_->group_for(tensor).broadcast(flat_of(tensor), 0);
   impl_->wait(pending, tensor, phase, "taking the first rank's values of a layer that is cut");
 }
+
+void TensorTeam::note_own_groups() { impl_->layers_have_own_groups = true; }
+bool TensorTeam::layers_have_own_groups() const { return impl_->layers_have_own_groups; }
 
 void TensorTeam::serve(std::function<void()> meanwhile, std::shared_ptr<trace::Recorder> recorder) {
   const std::lock_guard lock(impl_->mutex);

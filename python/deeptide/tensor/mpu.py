@@ -90,6 +90,7 @@ def adopt(model: torch.nn.Module, mpu: object, world: World, timeout_s: float, s
             f"mpu: rank {world.rank} is number {rank} of its model-parallel group, expected {team.index}: groups of "
             f"{size} neighbours, such as ranks 0 to {size - 1}"
         )
+    team.core.note_own_groups()
     model.__dict__["tensor_team"] = team
     pairs = _patterns_of_pairs(model)
     for path, module in model.named_modules():

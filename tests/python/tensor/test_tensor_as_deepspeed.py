@@ -3,6 +3,8 @@
 """DeepSpeed's ways to share layers: tp_model_init, and models that bring Megatron's layers and an mpu."""
 
 import importlib
+import random
+import time
 
 import cut
 import models
@@ -225,6 +227,41 @@ def test_a_model_with_an_mpu_trains_and_saves_the_whole_parameters(tmp_path):
     engine = deeptide.initialize(model=model, config=config, world=world)[0]
     assert engine.load_checkpoint(str(tmp_path))[0] is not None
     assert engine.global_steps == cut.STEPS
+
+
+class Strolling(Megatron):
+    """Its ranks are seldom where the others are, and their groups of the layers wait for nobody else."""
+
+    pair = None
+
+    def run(self, block, x):
+        time.sleep(self.pace.choice((0.0, 0.02)))
+        hidden = F.gelu(block.up(_Copied.apply(block.norm(x), self.pair)))
+        return x + _Reduced.apply(F.linear(hidden, block.down.weight), self.pair) + block.down.bias
+
+
+def begin_strolling():
+    """Every data rank trains on the same batches, so the whole model's numbers are theirs.
+
+    In the first step nobody knows which units come next, and ranks tell each other most.
+    """
+    deepspeed("initialize").init_distributed()
+    rank = dist.get_rank()
+    Strolling.pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // SIZE]
+    few = {"stage3_max_live_parameters": 1, "stage3_prefetch_bucket_size": 4000}
+    config = models.config(3, micro=cut.MICRO, zero=few, deeptide={"comm_timeout": 10})
+    for attempt in range(8):
+        model = models.make_model(kind=Strolling)
+        model.cut(rank % SIZE)
+        model.pace = random.Random(4 * attempt + rank)
+        engine = deepspeed("initialize").initialize(model=model, config=config, mpu=Mpu())[0]
+        assert engine.mesh == {"pipe": 1, "data": 2, "tensor": 2}
+        check(engine)
+        engine.destroy()
+
+
+def test_layers_of_own_groups_wait_in_no_circle_at_stage_3():
+    run_processes(2 * SIZE, begin_strolling, preload=PRELOAD)
 
 
 class StagesMpu(Mpu):
