@@ -104,6 +104,7 @@ struct StepOutcome {
   std::string save_error;   // why one was not saved, with the rank and the file; training goes on
   bool preempted = false;   // "on_preempt": a rank was asked to go, and all save after this step
   int64_t rewound_to = -1;  // the step after which the state was that this call has brought back; -1: none
+  bool kept = false;        // the state before this step was copied, for a later call to bring back
   bool applied() const { return result == StepResult::applied; }
   explicit operator bool() const { return applied(); }
 };

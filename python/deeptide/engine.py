@@ -203,6 +203,8 @@ class Engine(Answers, WholeSteps, LessWork, Observed):
         self._outcome = outcome
         if at_boundary:
             self._norm = outcome.grad_norm
+            if self._less_work is not None:
+                self._less_work.follow(outcome)
             self._observe_step()
         if run_hooks is not None and outcome.applied:
             run_hooks("post")

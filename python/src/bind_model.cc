@@ -102,6 +102,7 @@ void bind_results(py::module_& module) {
       .def_readonly("saved", &StepOutcome::saved)
       .def_readonly("save_error", &StepOutcome::save_error)
       .def_readonly("rewound_to", &StepOutcome::rewound_to)
+      .def_readonly("kept", &StepOutcome::kept)
       .def("__bool__", [](const StepOutcome& outcome) { return outcome.applied(); })
       .def("__repr__", &outcome_repr);
   py::class_<MemoryLine>(module, "MemoryLine", "One line of the memory table, in bytes on this rank.")

@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "deeptide/compression.h"
+
 namespace deeptide::engine {
 
 using at::Tensor;
@@ -18,9 +20,9 @@ Rewind::Rewind(zero::ShardedOptimizer& optimizer, BoundModel& model, LiveModel& 
                std::shared_ptr<device::Ledger> ledger, int64_t interval)
     : optimizer_(optimizer), model_(model), live_(live), ledger_(std::move(ledger)), interval_(interval) {}
 
-void Rewind::keep_if_due(const Progress& progress) {
+bool Rewind::keep_if_due(const Progress& progress, const Compression* compression) {
   kept_.restored_at = -1;
-  if (kept_.at >= 0 && progress.optimizer_steps - kept_.at < interval_) return;
+  if (kept_.at >= 0 && progress.optimizer_steps - kept_.at < interval_) return false;
   const at::NoGradGuard no_grad;
   optimizer_.states().refresh_masters();
   copy_states();
@@ -31,6 +33,8 @@ void Rewind::keep_if_due(const Progress& progress) {
   kept_.schedule_iteration = progress.schedule_iteration;
   kept_.at = progress.optimizer_steps;
   kept_.step = progress.global_steps - 1;  // the step that is about to be taken has been counted
+  kept_.compression = compression ? compression->add_state("{}") : "";
+  return true;
 }
 
 Tensor Rewind::allocate(int64_t numel, at::ScalarType dtype) const {

@@ -14,6 +14,10 @@
 #include "engine/run/progress.h"
 #include "zero/sharded_optimizer.h"
 
+namespace deeptide {
+class Compression;
+}
+
 namespace deeptide::engine {
 
 /// One copy in memory of the masters, the optimizer's states and the model's buffers.
@@ -33,14 +37,16 @@ class Rewind {
     std::vector<std::vector<State>> states;             // by unit
     std::vector<std::vector<PartState>> custom_states;  // by part
     std::vector<NamedTensor> buffers;
+    std::string compression;  // the place of its schedule, as Compression::add_state tells it; empty: there is none
   };
 
   /// `interval`: applied steps after which a newer state replaces the one that is kept. All but `ledger` outlive this.
   Rewind(zero::ShardedOptimizer& optimizer, BoundModel& model, LiveModel& live, std::shared_ptr<device::Ledger> ledger,
          int64_t interval);
 
-  /// Called before each step whose gradients are finite: the state has just proved that it trains.
-  void keep_if_due(const Progress& progress);
+  /// Called before each step whose gradients are finite: the state has just proved that it trains. Returns whether it
+  /// was kept.
+  bool keep_if_due(const Progress& progress, const Compression* compression);
   /// Whether there is a state, and a step was applied since the last return to it.
   bool can_restore(const Progress& progress) const;
   std::string why_not() const;

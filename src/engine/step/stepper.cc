@@ -58,6 +58,12 @@ void Stepper::follow_schedule() {
   ++hyperparameters_version_;
 }
 
+void Stepper::follow_rewind() {
+  follow_schedule();
+  const std::string& place = parts_.rewind->kept().compression;
+  if (compression_ && !place.empty()) compression_->take_state(place);
+}
+
 void Stepper::backward(const at::Tensor& loss, bool retain_graph) {
   refuse_in_interrupt_handler("backward()");
   TORCH_CHECK_VALUE(loss.defined(), "backward: the loss is undefined");
@@ -337,7 +343,7 @@ StepOutcome Stepper::apply(const std::vector<Verdict>& verdicts) {
   follow_loss_scale();
   if (overflow) {
     skipped_.skip(outcome, verdicts, losses_);
-    if (outcome.rewound_to >= 0) follow_schedule();
+    if (outcome.rewound_to >= 0) follow_rewind();
     losses_.clear();
     return outcome;
   }
@@ -345,7 +351,7 @@ StepOutcome Stepper::apply(const std::vector<Verdict>& verdicts) {
     progress.last_loss = losses_.mean();
   losses_.clear();
   progress.skipped_in_a_row = 0;
-  if (parts_.rewind) parts_.rewind->keep_if_due(progress);
+  if (parts_.rewind) outcome.kept = parts_.rewind->keep_if_due(progress, compression_.get());
   double scale = 1.0;
   if (parts_.config.gradients().clipping > 0.0) {
     scale = std::min(1.0, parts_.config.gradients().clipping / (outcome.grad_norm + 1e-6));

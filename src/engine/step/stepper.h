@@ -111,6 +111,8 @@ class Stepper {
   void follow_boundary();
   bool exchanges_signs() const;
   void follow_schedule();
+  /// The schedules of what came back.
+  void follow_rewind();
   void follow_loss_scale();
 
   StepperParts parts_;

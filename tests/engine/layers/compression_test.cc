@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <filesystem>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -47,10 +48,10 @@ TORCH_MODULE(Small);
 
 struct Session {
   /// by_hand: the program moves the schedule, and saves and loads its place.
-  Session(const World& world, int stage, bool by_hand)
+  Session(const World& world, int stage, bool by_hand, const std::string& more = "{}")
       : world(world),
         by_hand(by_hand),
-        config(config_of(stage, 2, 1, false, Ranks::apart).with(kSection)),
+        config(config_of(stage, 2, 1, false, Ranks::apart).with(kSection).with(more)),
         model(make_seeded([] { return Small(); })) {
     make_seeded([&] {
       compression = init_compression(*model, config);
@@ -64,12 +65,13 @@ struct Session {
     }
   }
 
-  double step(int64_t number) {
+  double step(int64_t number, double factor = 1.0) {
     const auto [tokens, targets] = batch_of(number, 2 * world.size);
     compression->before_forward();
     const Tensor loss = model(tokens.narrow(0, 2 * world.rank, 2), targets.narrow(0, 2 * world.rank, 2));
-    engine->backward(loss);
-    if (engine->step().applied() && by_hand) compression->step();
+    engine->backward(loss * factor);
+    outcome = engine->step();
+    if (outcome.applied() && by_hand) compression->step();
     return loss.item<double>();
   }
 
@@ -90,6 +92,7 @@ struct Session {
   Small model;
   std::shared_ptr<Compression> compression;
   std::optional<Engine> engine;
+  StepOutcome outcome;
 };
 
 struct Results {
@@ -139,6 +142,22 @@ TEST(Compression, TrainsAlikeWhereItIsShardedAndWhoeverMovesItAndGoesOnWhereItWa
     }
   }
   std::filesystem::remove_all(folder);
+}
+
+TEST(Compression, GoesBackWithARewind) {
+  const std::string policy = R"({"deeptide": {"on_skipped": "rewind", "skipped_limit": 1, "rewind_interval": 2}})";
+  run_ranks(2, [&](const World& world) {
+    Session returning(world, 1, false, policy), straight(world, 1, false);
+    for (int64_t number = 0; number < 3; ++number) EXPECT_EQ(returning.step(number), straight.step(number));
+    EXPECT_TRUE(returning.outcome.kept);
+    const auto after = returning.compression->add_state("{}");
+    returning.step(0, std::numeric_limits<double>::quiet_NaN());
+    EXPECT_EQ(returning.outcome.rewound_to, 2);
+    EXPECT_NE(returning.compression->add_state("{}"), after);
+    returning.step(2);
+    EXPECT_EQ(returning.compression->add_state("{}"), after);
+    for (int64_t number = 3; number < 6; ++number) EXPECT_EQ(returning.step(number), straight.step(number));
+  });
 }
 
 TEST(Compression, IsKeptByARebuiltEngine) {

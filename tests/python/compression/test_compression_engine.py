@@ -104,6 +104,32 @@ def test_resumes_exactly(name, dtype, stage, tmp_path):
     run_ranks(2, run)
 
 
+@pytest.mark.parametrize("name", ["falling bits", "all"])
+def test_a_rewind_takes_the_schedule_back(name):
+    """Training goes on as if the steps since had not been."""
+
+    def run(world, policy):
+        engine, _ = start(SECTIONS[name], 2, world=world, ranks=2, deeptide=policy)
+        losses = train(engine, 0, 3, world.rank, 2)
+        if policy:
+            assert engine._less_work.compression.training_steps == 3
+            tokens, targets = (part.chunk(2)[world.rank] for part in models.batches(1, 4)[0])
+            engine.backward(engine(tokens, targets) * float("nan"))
+            assert engine.step().rewound_to == 2
+            assert engine._less_work.compression.training_steps == 2
+            losses[2:] = train(engine, 2, 3, world.rank, 2)
+        losses += train(engine, 3, 6, world.rank, 2)
+        return losses, models.everything(engine), engine._less_work.state_dict(), techniques_of(engine)
+
+    returning = {"on_skipped": "rewind", "skipped_limit": 1, "rewind_interval": 2}
+    returned = run_ranks(2, lambda world: run(world, returning))
+    straight = run_ranks(2, lambda world: run(world, {}))
+    for found, expected in zip(returned, straight, strict=True):
+        assert found[0] == expected[0]
+        models.assert_same(found[1], expected[1])
+        assert found[2:] == expected[2:]
+
+
 @pytest.mark.parametrize("name", SECTIONS)
 def test_stages_agree_bit_for_bit(name):
     def run(world, stage):
