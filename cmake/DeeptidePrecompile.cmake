@@ -9,7 +9,7 @@ set(_plain <ATen/core/Tensor.h> <algorithm> <functional> <map> <memory> <optiona
 # second with tensors alone. So vector code gets only these, and uses their methods.
 set(DEEPTIDE_PRECOMPILED_vectors ${_plain})
 set(DEEPTIDE_PRECOMPILED_layers ${_plain} <ATen/ops/empty.h> <ATen/ops/zeros.h> <torch/csrc/autograd/function.h>
-  <torch/csrc/distributed/c10d/Store.hpp> <filesystem> <sstream> <thread>)
+  <torch/csrc/distributed/c10d/Backend.hpp> <filesystem> <sstream> <thread>)
 set(DEEPTIDE_PRECOMPILED_tests ${DEEPTIDE_PRECOMPILED_layers} <gtest/gtest.h>)
 
 # deeptide_code_options(<variable> <target>): the target's compile options but those about warnings.
