@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import torch
 
-from deeptide._C import World, _Bound
+from deeptide._C import World, _Bound, _BoundEnum
 
 class TensorboardConfig(_Bound):
     @property
