@@ -25,7 +25,8 @@ export PYTHONPYCACHEPREFIX ?= $(abspath $(BUILD))/bytecode
 export PYTHONDONTWRITEBYTECODE =
 # Without these ccache compiles anew whatever uses a precompiled header.
 export CCACHE_SLOPPINESS ?= pch_defines,time_macros
-# What is not in the cache is compiled at once, and not preprocessed first: half a second per unit. An edited comment counts.
+# ccache compiles what it lacks at once and does not preprocess it first, which takes half a second per unit. In return, an
+# edited comment in a header compiles its units anew.
 export CCACHE_DEPEND ?= 1
 export NINJA_STATUS ?= [%f/%t, %p, %W left] 
 
