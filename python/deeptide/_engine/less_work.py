@@ -67,7 +67,6 @@ class Schedules:
     tells_layers = True  # forward is told of layers to leave out; False: the layers know themselves
     has_found_layers = False  # those were found, and not named by the program
     _cutter: BatchCutter | None = None  # None: forward is told of the curriculum's length
-    _before: dict[str, Any] | None = None  # the compression's place before the step under way
     _kept: dict[str, Any] | None = None  # its place in the state that a rewind brings back
 
     def __init__(self, config: Config, global_batch: int, model: torch.nn.Module) -> None:
@@ -128,8 +127,6 @@ class Schedules:
         """At an accumulation boundary, after `step` steps."""
         if self.layers is not None:
             self.layers.update(step)
-        if self.compression is not None:
-            self._before = self.compression.state_dict()
 
     def after_step(self) -> None:
         """After an optimizer step that was applied."""
@@ -137,10 +134,12 @@ class Schedules:
             self.compression.step()
 
     def follow(self, outcome: _C.StepOutcome) -> None:
-        """Goes back where the engine does; other schedules follow the steps taken, which go on."""
+        """Goes back where the engine does, before after_step(); other schedules follow the steps taken, which go on."""
+        if self.compression is None:
+            return
         if outcome.kept:
-            self._kept = self._before
-        if outcome.rewound_to >= 0 and self.compression is not None and self._kept is not None:
+            self._kept = self.compression.state_dict()
+        if outcome.rewound_to >= 0 and self._kept is not None:
             self.compression.load_state_dict(self._kept)
 
     def state_dict(self) -> dict[str, Any]:

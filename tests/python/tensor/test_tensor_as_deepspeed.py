@@ -98,6 +98,12 @@ class _Reduced(torch.autograd.Function):
         return gradient, None
 
 
+def halves(block, x, group=None):
+    """A block of which each rank of the group has a slice."""
+    hidden = F.gelu(block.up(_Copied.apply(block.norm(x), group)))
+    return x + _Reduced.apply(F.linear(hidden, block.down.weight), group) + block.down.bias
+
+
 class Megatron(models.TinyModel):
     """Its layers are cut by the program, which sums over its own group and marks the parameters as Megatron does."""
 
@@ -114,8 +120,7 @@ class Megatron(models.TinyModel):
             parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, dim, 1
 
     def run(self, block, x):
-        hidden = F.gelu(block.up(_Copied.apply(block.norm(x))))
-        return x + _Reduced.apply(F.linear(hidden, block.down.weight)) + block.down.bias
+        return halves(block, x)
 
 
 class Mpu:
@@ -236,8 +241,7 @@ class Strolling(Megatron):
 
     def run(self, block, x):
         time.sleep(self.pace.choice((0.0, 0.02)))
-        hidden = F.gelu(block.up(_Copied.apply(block.norm(x), self.pair)))
-        return x + _Reduced.apply(F.linear(hidden, block.down.weight), self.pair) + block.down.bias
+        return halves(block, x, self.pair)
 
 
 def begin_strolling():
@@ -287,8 +291,7 @@ class MarkedBlock(models.Block):
     def forward(self, x):
         if self.group is None:
             return super().forward(x)
-        hidden = F.gelu(self.up(_Copied.apply(self.norm(x), self.group)))
-        return x + _Reduced.apply(F.linear(hidden, self.down.weight), self.group) + self.down.bias
+        return halves(self, x, self.group)
 
 
 def staged(num_stages, group, topology=None):
