@@ -36,10 +36,17 @@ def script(name):
     return [sys.executable, PROGRAM, name]
 
 
+def free_ports(count):
+    """Ports that differ: jobs that begin together would find the same one."""
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return free_ports(1)[0]
 
 
 def _environment(rank, world, port, allocator, deeptide_path, threads):
@@ -67,12 +74,14 @@ def _failure(processes):
     return next(failures, None)
 
 
-def _wait(processes, timeout, memory):
+def _wait(processes, timeout, memory, stopped):
     """Waits for all ranks; returns why the job failed, or None. After one rank's failure the others get two seconds."""
     end = time.monotonic() + timeout
     while any(process.poll() is None for process in processes):
         if time.monotonic() > end:
             return _failure(processes) or f"timed out after {timeout:g} s"
+        if stopped is not None and stopped.is_set():
+            return "stopped: a job beside it failed"
         if _failure(processes):
             end = min(end, time.monotonic() + 2)
         memory.sample([process.pid for process in processes])
@@ -110,12 +119,17 @@ def _outcome(reason, results, logs):
     return {"error": reason, "logs": [log.read_text(errors="replace")[-4000:] for log in logs]}
 
 
-def run_ranks(command, world, timeout, memory, allocator="default", deeptide_path=None, threads=1, places=None):
+def run_ranks(
+    command, world, timeout, memory, allocator="default", deeptide_path=None, threads=1, places=None, port=None,
+    stopped=None,
+):  # fmt: skip
     """Runs `command` and `--result FILE` once a rank; each rank writes what it measured into that file, as JSON.
 
+    port: of the job; None: a free one. stopped: an event that ends it.
     Returns {"ranks": [what each rank measured]}, {"skipped": reason} or {"error": reason, "logs": [...]}.
     """
-    port, processes, places = free_port(), [], places or [Place()] * world
+    port = free_port() if port is None else port
+    processes, places = [], places or [Place()] * world
     with tempfile.TemporaryDirectory(prefix="deeptide-bench-") as folder:
         results = [Path(folder, f"{rank}.json") for rank in range(world)]
         logs = [Path(folder, f"{rank}.log") for rank in range(world)]
@@ -130,7 +144,7 @@ def run_ranks(command, world, timeout, memory, allocator="default", deeptide_pat
                             stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
                         )
                     )  # fmt: skip
-            reason = _wait(processes, timeout, memory)
+            reason = _wait(processes, timeout, memory, stopped)
         finally:
             _kill(processes)
             _remove_left_overs(port)
@@ -147,7 +161,7 @@ def run_watched(command, world, timeout, **settings):
     return outcome
 
 
-def run_job(contender, precision, allocator, options, places=None, more=()):
+def run_job(contender, precision, allocator, options, places=None, more=(), **settings):
     """Trains a little: run_watched's answer for worker.py, with `more` words for it."""
     world = len(places) if places else WORLD
     command = [
@@ -156,4 +170,5 @@ def run_job(contender, precision, allocator, options, places=None, more=()):
     ]  # fmt: skip
     steps_seconds = (options.warmup + options.steps) * SIZES[options.model].slowest_step
     timeout = options.timeout or SET_UP_SECONDS + steps_seconds
-    return run_watched(command, world, timeout, allocator=allocator, deeptide_path=options.deeptide, places=places)
+    settings |= {"allocator": allocator, "deeptide_path": options.deeptide, "places": places}
+    return run_watched(command, world, timeout, **settings)

@@ -8,19 +8,21 @@ import sys
 from statistics import mean, median
 
 import output
-from axes.axes_worker import SCHEDULES, contenders
-from jobs import run_ranks, script
-from memory import JobMemory
+from axes.axes_worker import BUSY, SCHEDULES, contenders
+from axes.by_turns import TUNED, differ, run_contenders, slower
+from jobs import script
 from settings import SIZES, WORLD
 
 LEGEND = """\
-Two ranks of one thread, a stage each; the same cut and the same weights, AdamW, fp32. Every turn steps each contender
-once, every other turn in reverse order; a step begins at a barrier, has all micro-batches and an optimizer step, and
-ends on the slower rank. "busy" is the same work of each rank's stage with nobody to wait for, both ranks at once.
-Idle: the share of ranks' time in the median step that is not busy; it holds the bubble, messages, and what the stages'
-work differs by. By formula, for equal stages, backwards of twice a forward's time and free messages. Losses of all
-contenders are compared. Interleaved and zero_bubble beside ScheduleInterleaved1F1B and ScheduleInterleavedZeroBubble.
-DeepSpeed's PipelineEngine, where it is installed, knows 1F1B alone.
+Two ranks of one thread, a stage each; the same cut and the same weights, AdamW, fp32. Each contender is a job of its
+own; all live at the same time. Every turn steps each once, every other turn in reverse order; a step begins at a
+barrier, has all micro-batches and an optimizer step, and ends on the slower rank. tuned: with a glibc that keeps its
+memory; Deeptide brings an allocator. "busy" is the same work of each rank's stage with nobody to wait for, both ranks
+at once. Ratio: Deeptide's step to the contender's in the same turn, the median. Idle: the share of ranks' time in the
+median step that is not busy; it holds the bubble, messages, and what the stages' work differs by. By formula, for equal
+stages, backwards of twice a forward's time and free messages. Losses of all contenders are compared. Interleaved and
+zero_bubble beside ScheduleInterleaved1F1B and ScheduleInterleavedZeroBubble. DeepSpeed's PipelineEngine, where it is
+installed, knows 1F1B alone.
 """
 
 
@@ -37,33 +39,25 @@ def parse_arguments():
     return parser.parse_args()
 
 
-def slower(ranks, name):
-    return [max(turn) for turn in zip(*(rank["seconds"][name] for rank in ranks), strict=True)]
-
-
 def idle_by_formula(schedule, count, chunks):
     work = {"interleaved": chunks * count, "zero_bubble": 3 * count}.get(schedule, count)
     return (WORLD - 1) / (work + WORLD - 1)
 
 
-def differ(ranks, names):
-    """The largest relative difference between contenders' losses of a step."""
-    losses = [ranks[-1]["losses"][name] for name in names]
-    return max((max(step) - min(step)) / max(step) for step in zip(*losses, strict=True))
-
-
 def rows(count, outcome, options):
     if "ranks" not in outcome:
-        return [[count, outcome.get("error", "?"), "", "", "", ""]]
+        return [[count, outcome["error"], "", "", "", "", ""]]
     ranks, found, names = outcome["ranks"], [], contenders(options.schedule.split(","))
-    busy = mean(median(rank["seconds"]["busy"]) for rank in ranks)
+    busy = mean(median(rank["seconds"]) for rank in ranks[BUSY])
     for name in names:
-        took = slower(ranks, name)
-        idle = 100 * (1 - busy / median(took))
-        cells = [f"{1e3 * min(took):.0f}", f"{1e3 * median(took):.0f}", f"{idle:.1f} %"]
-        formula = idle_by_formula(name.split()[1], count, options.chunks)
-        found.append([count, name, *cells, f"{100 * formula:.1f} %"])
-    found.append([count, "busy", "", f"{1e3 * busy:.0f}", f"losses differ by {differ(ranks, names):.1e}", ""])
+        schedule = name.removesuffix(TUNED).split()[1]
+        took, here = slower(ranks[name]), slower(ranks[f"deeptide {schedule}"])
+        ratio = median(one / other for one, other in zip(here, took, strict=True))
+        idle, formula = 1 - busy / median(took), idle_by_formula(schedule, count, options.chunks)
+        cells = [f"{1e3 * min(took):.0f}", f"{1e3 * median(took):.0f}", f"{ratio:.3f}"]
+        found.append([count, name, *cells, f"{100 * idle:.1f} %", f"{100 * formula:.1f} %"])
+    alike = differ([ranks[name] for name in names])
+    found.append([count, "busy", "", f"{1e3 * busy:.0f}", "", f"losses differ by {alike:.1e}", ""])
     return found
 
 
@@ -76,12 +70,13 @@ def main():
             *("--schedule", options.schedule, "--chunks", str(options.chunks)),
             *("--warmup", str(options.warmup), "--steps", str(options.steps)),
         ]  # fmt: skip
-        outcome = record["micro_batches"][count] = run_ranks(command, WORLD, options.timeout, JobMemory())
+        names = [*contenders(options.schedule.split(",")), BUSY]
+        outcome = record["micro_batches"][count] = run_contenders(names, command, options.timeout)
         found = rows(count, outcome, options)
         lines += found
         print(*found, sep="\n", file=sys.stderr)
     title = f"Axes: {options.model} at {WORLD} stages, {SIZES[options.model].batch} sequences a micro-batch"
-    header = ["micro-batches", "schedule", "best (ms)", "median (ms)", "idle", "by formula"]
+    header = ["micro-batches", "contender", "best (ms)", "median (ms)", "ratio", "idle", "by formula"]
     output.write(options, output.head(title, record, LEGEND) + output.table(header, lines), record)
 
 

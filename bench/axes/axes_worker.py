@@ -1,17 +1,16 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of axes.py: one stage of a GPT under each schedule, here and in torch.distributed.pipelining, by turns.
+"""One rank of one contender of axes.py: a stage of a GPT under a schedule, here or in another library.
 
 A step is all micro-batches and an optimizer step. `busy` is the same work of this rank's stage without the other rank.
 """
 
 import argparse
-import copy
 import importlib.util
 import json
+import time
 from pathlib import Path
 
-import deeptide
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -19,7 +18,7 @@ from torch.distributed import pipelining
 from torch.nn import functional as F
 
 import task
-from axes.by_turns import step_by_turns
+from axes.by_turns import TUNED, add_worker_arguments, step_by_turns
 from contenders.zero_config import zero_config
 from settings import SIZES
 
@@ -29,14 +28,17 @@ SCHEDULES = {
     "interleaved": pipelining.ScheduleInterleaved1F1B,
     "zero_bubble": pipelining.ScheduleInterleavedZeroBubble,  # of one stage per rank: ZB-H1
 }
+BUSY = f"busy{TUNED}"
+SET_UP_SECONDS = 120  # that one contender may take until it knows the cut
 
 
 HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 
 
 def contenders(schedules):
-    names = [f"{maker} {schedule}" for schedule in schedules for maker in ("deeptide", "torch")]
-    return [*names, "deepspeed 1f1b"] if HAS_DEEPSPEED and "1f1b" in schedules else names
+    """Names: who runs a schedule. The others have glibc's allocator as it is, and one that keeps its memory."""
+    names = [name for each in schedules for name in (f"deeptide {each}", f"torch {each}", f"torch {each}{TUNED}")]
+    return names + (["deepspeed 1f1b", f"deepspeed 1f1b{TUNED}"] if HAS_DEEPSPEED and "1f1b" in schedules else [])
 
 
 class Stage(nn.Module):
@@ -65,6 +67,9 @@ def loss_of(logits, labels):
 
 class Here:
     def __init__(self, model, size, schedule, micro_batches, chunks):
+        import deeptide
+
+        deeptide.init_distributed()
         parallel = {"pipeline": dist.get_world_size(), "schedule": schedule}
         config = zero_config(0, "fp32", size) | {
             "gradient_accumulation_steps": micro_batches,
@@ -149,26 +154,52 @@ class Busy:
         return 0.0
 
 
+def cut_of(options, schedule, cut=None):
+    """Bounds of the parts: Deeptide's `cut`, written down for the others, who wait for it."""
+    written = Path(options.turns, f"{schedule}.json")
+    if cut is not None:
+        if dist.get_rank() == 0:
+            being_written = written.with_suffix(".new")
+            being_written.write_text(json.dumps(cut))
+            being_written.rename(written)
+        return cut
+    end = time.monotonic() + SET_UP_SECONDS
+    while not written.exists():
+        if time.monotonic() > end:
+            raise TimeoutError(f"no cut for {schedule} after {SET_UP_SECONDS} s")
+        time.sleep(0.1)
+    return json.loads(written.read_text())
+
+
+def make(options):
+    """The contender that the options name."""
+    size, count = SIZES[options.model], options.micro_batches
+    maker, _, schedule = options.name.removesuffix(TUNED).partition(" ")
+    model = task.make_model(size)
+    if maker == "deeptide":
+        here = Here(model, size, schedule, count, options.chunks)
+        cut_of(options, schedule, here.engine._cut.parts)
+        return here
+    dist.init_process_group("gloo")
+    if maker == "torch":
+        return Torch(model, size, schedule, count, cut_of(options, schedule))
+    if maker == "deepspeed":
+        return DeepSpeed(model, size, count, cut_of(options, schedule))
+    return Busy(model, size, cut_of(options, options.schedule.split(",")[0]))
+
+
 def measure(options):
     size, count = SIZES[options.model], options.micro_batches
     torch.set_num_threads(1)
-    deeptide.init_distributed()
-    model = task.make_model(size)
-    made = {
-        f"deeptide {s}": Here(copy.deepcopy(model), size, s, count, options.chunks) for s in options.schedule.split(",")
-    }
-    bounds = {name.split()[1]: here.engine._cut.parts for name, here in made.items()}
-    made |= {f"torch {s}": Torch(copy.deepcopy(model), size, s, count, parts) for s, parts in bounds.items()}
-    if "deepspeed 1f1b" in contenders(options.schedule.split(",")):
-        made["deepspeed 1f1b"] = DeepSpeed(copy.deepcopy(model), size, count, bounds["1f1b"])
-    made["busy"] = Busy(copy.deepcopy(model), size, next(iter(bounds.values())))
+    contender = make(options)
+    torch.set_num_threads(1)  # again: a framework may have set its own number
     draws = torch.Generator().manual_seed(1)
 
     def draw():
         tokens = torch.randint(0, size.vocabulary, (count * size.batch, size.context + 1), generator=draws)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), size
 
-    return step_by_turns(made, draw, options) | {"bounds": bounds}
+    return step_by_turns(contender, draw, options)
 
 
 def main():
@@ -177,9 +208,7 @@ def main():
     parser.add_argument("--micro-batches", type=int, required=True)
     parser.add_argument("--schedule", required=True)
     parser.add_argument("--chunks", type=int, required=True)
-    parser.add_argument("--warmup", type=int, required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--result", type=Path, required=True)
+    add_worker_arguments(parser)
     options = parser.parse_args()
     options.result.write_text(json.dumps(measure(options)))
 

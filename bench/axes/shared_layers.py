@@ -8,18 +8,18 @@ import sys
 from statistics import median
 
 import output
-from axes.axes import differ, slower
+from axes.by_turns import TUNED, differ, run_contenders, slower
 from axes.shared_layers_worker import contenders
-from jobs import run_ranks, script
-from memory import JobMemory
+from jobs import script
 from settings import WORLD
 
 LEGEND = """\
 Two ranks of one thread, which share the layers of Transformers' Llama, fp32, AdamW; a step is forward, backward and
-the optimizer's. Every turn steps each contender once, every other turn in reverse order, from a barrier to the slower
-rank's end. torch: parallelize_module with its tutorial's plan and loss_parallel. deepspeed: AutoTP, with the preset for
-Llama. halves: a model of half the heads, features and words on each rank, and nobody to wait for: what it computes.
-whole: the model on one rank, on both at once. Ratio: the median over turns of the step's time to deeptide's in it.
+the optimizer's. Each contender is a job of its own; all live at the same time. Every turn steps each once, every other
+turn in reverse order, from a barrier to the slower rank's end. tuned: with a glibc that keeps its memory; Deeptide
+brings an allocator. torch: parallelize_module with its tutorial's plan and loss_parallel. deepspeed: AutoTP, with the
+preset for Llama. halves: a model of half the heads, features and words on each rank, and nobody to wait for: what it
+computes. whole: the model on one rank, on both at once. Ratio: the median over turns of the step's time to deeptide's.
 """
 
 
@@ -37,14 +37,15 @@ def parse_arguments():
 
 def rows(batch, outcome):
     if "ranks" not in outcome:
-        return [[batch, outcome.get("error", "?"), "", "", ""]]
+        return [[batch, outcome["error"], "", "", ""]]
     ranks, found = outcome["ranks"], []
-    took = {name: slower(ranks, name) for name in contenders()}
-    for name, seconds in took.items():
-        ratio = median(one / here for one, here in zip(seconds, took["deeptide"], strict=True))
+    here = slower(ranks["deeptide"])
+    for name in contenders():
+        seconds = slower(ranks[name])
+        ratio = median(one / ours for one, ours in zip(seconds, here, strict=True))
         found.append([batch, name, f"{1e3 * min(seconds):.0f}", f"{1e3 * median(seconds):.0f}", f"{ratio:.2f}"])
-    alike = [name for name in took if name != "halves"]
-    return [*found, [batch, f"losses differ by {differ(ranks, alike):.1e}", "", "", ""]]
+    alike = differ([ranks[name] for name in contenders() if name != f"halves{TUNED}"])
+    return [*found, [batch, f"losses differ by {alike:.1e}", "", "", ""]]
 
 
 def main():
@@ -56,10 +57,10 @@ def main():
             *("--warmup", str(options.warmup), "--steps", str(options.steps)),
             *(["--overlap"] if options.overlap else []),
         ]  # fmt: skip
-        outcome = record["batches"][batch] = run_ranks(command, WORLD, options.timeout, JobMemory())
+        outcome = record["batches"][batch] = run_contenders(contenders(), command, options.timeout)
         found = rows(batch, outcome)
         lines += found
-        print(*found, *outcome.get("logs", []), sep="\n", file=sys.stderr)
+        print(*found, sep="\n", file=sys.stderr)
     title = f"Shared layers: a Llama of {options.model}'s shape on {WORLD} ranks"
     header = ["sequences", "contender", "best (ms)", "median (ms)", "ratio"]
     output.write(options, output.head(title, record, LEGEND) + output.table(header, lines), record)

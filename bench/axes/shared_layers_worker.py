@@ -1,13 +1,11 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of shared_layers.py: a Llama whose layers two ranks share, here, in torch and in DeepSpeed, by turns."""
+"""One rank of one contender of shared_layers.py: a Llama whose layers two ranks share, here or in another library."""
 
 import argparse
 import importlib.util
 import json
-from pathlib import Path
 
-import deeptide
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import task
-from axes.by_turns import step_by_turns
+from axes.by_turns import TUNED, add_worker_arguments, step_by_turns
 from contenders.zero_config import zero_config
 from settings import SEED, SIZES
 
@@ -24,7 +22,9 @@ HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 
 
 def contenders():
-    return ["deeptide", "torch", *(["deepspeed"] if HAS_DEEPSPEED else []), "halves", "whole"]
+    """Names. The other libraries have glibc's allocator as it is, and one that keeps its memory."""
+    others = ["torch", *(["deepspeed"] if HAS_DEEPSPEED else [])]
+    return ["deeptide", *others, *(f"{name}{TUNED}" for name in (*others, "halves", "whole"))]
 
 
 def make_model(size, ranks=1):
@@ -49,6 +49,9 @@ def make_model(size, ranks=1):
 
 class Here:
     def __init__(self, size):
+        import deeptide
+
+        deeptide.init_distributed()
         config = zero_config(0, "fp32", size) | {"parallel": {"tensor": dist.get_world_size()}}
         self.engine = deeptide.initialize(model=make_model(size), config=config)[0]
 
@@ -125,17 +128,27 @@ class DeepSpeed:
     step = Here.step
 
 
+def make(options):
+    """The contender that the options name."""
+    size, maker = SIZES[options.model], options.name.removesuffix(TUNED)
+    if maker == "deeptide":
+        return Here(size)
+    dist.init_process_group("gloo")
+    if maker == "torch":
+        return Torch(size)
+    if maker == "deepspeed":
+        return DeepSpeed(size, options.overlap)
+    return Plain(size, dist.get_world_size() if maker == "halves" else 1)
+
+
 def measure(options):
     size = SIZES[options.model]
     torch.set_num_threads(1)
-    deeptide.init_distributed()
-    made = {"deeptide": Here(size), "torch": Torch(size)}
-    if HAS_DEEPSPEED:
-        made["deepspeed"] = DeepSpeed(size, options.overlap)
-    made |= {"halves": Plain(size, dist.get_world_size()), "whole": Plain(size, 1)}
+    contender = make(options)
+    torch.set_num_threads(1)  # again: a framework may have set its own number
     draws = torch.Generator().manual_seed(1)
     shape = (options.batch, size.context)
-    return step_by_turns(made, lambda: [torch.randint(0, size.vocabulary, shape, generator=draws)], options)
+    return step_by_turns(contender, lambda: [torch.randint(0, size.vocabulary, shape, generator=draws)], options)
 
 
 def main():
@@ -143,9 +156,7 @@ def main():
     parser.add_argument("--model", choices=SIZES, required=True)
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--overlap", action="store_true")
-    parser.add_argument("--warmup", type=int, required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--result", type=Path, required=True)
+    add_worker_arguments(parser)
     options = parser.parse_args()
     options.result.write_text(json.dumps(measure(options)))
 

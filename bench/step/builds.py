@@ -8,19 +8,18 @@ processors that both ranks' threads took, which does not count what else the mac
 """
 
 import argparse
-import contextlib
 import itertools
 import statistics
 import sys
-import tempfile
-import threading
 from pathlib import Path
 
 import output
 from jobs import run_job
 from settings import SIZES
 from step.pairs import difference
-from step.turns import NAMES, Tokens
+from turns import run_by_turns
+
+NAMES = ("old", "new")
 
 
 def parse_arguments():
@@ -42,23 +41,13 @@ def parse_arguments():
 
 def _pair(options, precision, stage):
     """By build: what its job's ranks measured. Both jobs live at the same time, and step by turns."""
-    found = {}
-    with tempfile.TemporaryDirectory(prefix="deeptide-bench-") as folder, contextlib.closing(Tokens(folder)) as tokens:
+    packages = dict(zip(NAMES, (options.old, options.deeptide), strict=True))
 
-        def run(name, package):
-            of_build = argparse.Namespace(**{**vars(options), "deeptide": package})
-            more = ["--turns", folder, "--name", name]
-            found[name] = run_job(f"deeptide-{stage}", precision, "its own", of_build, more=more)
-            for other in set(NAMES) - {name}:
-                tokens.give(other, options.warmup + options.steps)
+    def run(name, words, settings):
+        of_build = argparse.Namespace(**{**vars(options), "deeptide": packages[name]})
+        return run_job(f"deeptide-{stage}", precision, "its own", of_build, more=words, **settings)
 
-        jobs = [
-            threading.Thread(target=run, args=pair) for pair in zip(NAMES, (options.old, options.deeptide), strict=True)
-        ]
-        for job in jobs:
-            job.start()
-        for job in jobs:
-            job.join()
+    found = run_by_turns(NAMES, run)
     for name in NAMES:
         if "ranks" not in found[name]:
             raise SystemExit(f"the {name} build: {found[name]}")

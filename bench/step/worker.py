@@ -18,7 +18,7 @@ import contenders
 import memory
 import task
 from settings import SIZES
-from step.turns import NAMES, Turns
+from turns import Turns, add_arguments
 
 
 def parse_arguments():
@@ -28,8 +28,7 @@ def parse_arguments():
     parser.add_argument("--precision", required=True)
     parser.add_argument("--warmup", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--turns", type=Path, help="folder of the pipes of a job beside this one")
-    parser.add_argument("--name", choices=NAMES, help="this one's name there")
+    add_arguments(parser)
     parser.add_argument("--result", type=Path, required=True)
     return parser.parse_args()
 
@@ -45,7 +44,7 @@ def measure(arguments, setup):
     setup_seconds = time.perf_counter() - begin
     del model  # whoever trains it keeps it
     torch.set_num_threads(1)  # again: a framework may have set its own number
-    turns = Turns(arguments.turns, arguments.name)
+    turns = Turns(arguments)
     seconds, busy, losses = [], [], []
     for index in range(arguments.warmup + arguments.steps):
         if index == arguments.warmup:
