@@ -53,6 +53,11 @@ class DEEPTIDE_API PipelineStage {
   void hold(std::optional<int64_t> number);
   /// Those that wait under the number enter the sums. Does nothing where none wait.
   void give(int64_t number);
+  /// The gradient left @ right of a weight of this stage, scaled as fp16's losses are, enters the sums without
+  /// autograd: it is computed where it is summed. Shapes: (N, K) and (K, M) for a weight (N, M). Returns false where it
+  /// has to go to autograd instead, by `backward`: a hook of the program's asks for it, or it is no such weight's.
+  /// Errors: ValueError if the factors do not fit together.
+  bool add_product(const at::Tensor& weight, const at::Tensor& left, const at::Tensor& right);
   /// Collective over the ranks of this stage. Waits until all have come here; those that are behind gather meanwhile.
   void meet();
   /// Collective over the stages. Returns every stage's values, equally many, one stage after the other. Serves

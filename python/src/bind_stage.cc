@@ -68,6 +68,8 @@ void bind_stage(py::module_& module) {
            NoGil())
       .def("hold", StageHandle::forward_to(&PipelineStage::hold), py::arg("number"), NoGil())
       .def("give", StageHandle::forward_to(&PipelineStage::give), py::arg("number"), NoGil())
+      .def("add_product", StageHandle::forward_to(&PipelineStage::add_product), py::arg("weight"), py::arg("left"),
+           py::arg("right"), NoGil())
       .def("meet", StageHandle::forward_to(&PipelineStage::meet), NoGil())
       .def("exchange", StageHandle::forward_to(&PipelineStage::exchange), py::arg("values"), NoGil());
 }

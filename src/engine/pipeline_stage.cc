@@ -87,6 +87,18 @@ void PipelineStage::give(int64_t number) {
   });
 }
 
+bool PipelineStage::add_product(const at::Tensor& weight, const at::Tensor& left, const at::Tensor& right) {
+  TORCH_CHECK_VALUE(left.dim() == 2 && right.dim() == 2 && left.size(1) == right.size(0),
+                    "add_product: got factors of shapes ", left.sizes(), " and ", right.sizes(),
+                    ", expected (N, K) and (K, M)");
+  if (!engine_.intake) return false;
+  return engine_.told("backward", [&] {
+    bool taken = false;
+    engine_.explain_memory("backward()", [&] { taken = engine_.intake->take_product(weight, {left, right}); });
+    return taken;
+  });
+}
+
 void PipelineStage::meet() {
   engine_.told("meet", [&] { engine_.mean(0.0); });
 }

@@ -102,6 +102,15 @@ std::vector<bool> GradientHooks::follow() {
   return replaced;
 }
 
+bool GradientHooks::is_alone(int index) const {
+  const Tensor& parameter = state_->parameters[index];
+  const NodePtr& accumulator = state_->accumulators[index];
+  return !state_->before && parameter.requires_grad() && !parameter.grad().defined() &&
+         torch::autograd::impl::try_get_grad_accumulator(parameter) == accumulator &&
+         accumulator->pre_hooks().empty() && accumulator->tensor_pre_hooks().empty() &&
+         !accumulator->tensor_post_acc_grad_hooks() && accumulator->post_hooks().size() == 1;
+}
+
 GradientHooks::~GradientHooks() {
   std::lock_guard lock(state_->mutex);
   state_->sink = nullptr;

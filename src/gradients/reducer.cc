@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "device/memory/memory_copy.h"
 #include "device/unseen.h"
 
 namespace deeptide::gradients {
@@ -23,36 +22,6 @@ namespace {
 
 constexpr std::chrono::milliseconds kServesFor{50};  // to wait for a round before this looks up
 
-/// Adds the gradient to its place in the bucket. Rows of a sparse one may repeat. Not by add_(sparse): where every
-/// dimension is sparse, torch 2.13 adds to a view's storage offset twice.
-void add_into(const Tensor& bucket, const Parameter& p, const Tensor& gradient) {
-  Tensor place = p.view_of(bucket);
-  if (gradient.layout() == at::kStrided) {
-    place.add_(gradient);
-  } else if (gradient.sparse_dim() == 1) {
-    place.index_add_(0, gradient._indices()[0], gradient._values().to(bucket.scalar_type()));
-  } else {
-    place.add_(gradient.to_dense());
-  }
-}
-
-/// Copies the gradient to its place in the bucket, with cast. Avoids ATen for a plain copy: models of many small
-/// parameters make one call for each.
-void copy_into(const Tensor& bucket, const Parameter& p, const Tensor& gradient) {
-  if (p.numel == 0) return;  // an empty tensor has no memory to copy from
-  if (gradient.layout() != at::kStrided) {
-    p.view_of(bucket).zero_();
-    return add_into(bucket, p, gradient);
-  }
-  const auto place = [&] { return static_cast<char*>(bucket.mutable_data_ptr()) + p.offset * bucket.element_size(); };
-  if (gradient.is_cpu() && gradient.scalar_type() == bucket.scalar_type() && gradient.is_contiguous() &&
-      !gradient.is_neg() && gradient.numel() == p.numel) {
-    device::copy_in_parallel(place(), gradient.const_data_ptr(), gradient.nbytes());
-  } else {
-    p.view_of(bucket).copy_(gradient);
-  }
-}
-
 /// Returns the source of buckets: the arena, if there is one.
 device::BufferPool::Source bucket_source(const host::Exchange* exchange,
                                          const std::shared_ptr<device::Ledger>& ledger) {
@@ -63,12 +32,6 @@ device::BufferPool::Source bucket_source(const host::Exchange* exchange,
 Role role_of(bool buckets_stay) { return buckets_stay ? Role::gradients : Role::communication; }
 
 }  // namespace
-
-void check_layout(const Parameter& parameter, const Tensor& gradient) {
-  TORCH_CHECK_VALUE(gradient.layout() == at::kStrided || gradient.layout() == at::kSparse, "deeptide: parameter '",
-                    parameter.name, "' received a gradient of layout ", gradient.layout(),
-                    ", expected a dense one or one sparse by coordinates");
-}
 
 Reducer::Reducer(std::vector<Unit*> units, const comm::TeamGroups& groups, std::unique_ptr<host::Exchange> exchange,
                  std::shared_ptr<device::Ledger> ledger, at::Device device, const ReducerOptions& options,
@@ -100,7 +63,7 @@ Reducer::Reducer(std::vector<Unit*> units, const comm::TeamGroups& groups, std::
 
 Reducer::~Reducer() = default;
 
-void Reducer::add(int unit, int parameter, const Tensor& gradient) {
+void Reducer::add(int unit, int parameter, Arriving gradient) {
   const device::Unseen unseen;
   at::NoGradGuard no_grad;
   std::lock_guard lock(mutex_);
@@ -108,17 +71,17 @@ void Reducer::add(int unit, int parameter, const Tensor& gradient) {
   if (!local_ && options_.overlap) issue_complete();
 }
 
-void Reducer::add_coming(int unit, int parameter, const Tensor& gradient) {
+void Reducer::add_coming(int unit, int parameter, Arriving gradient) {
   const device::Unseen unseen;
   at::NoGradGuard no_grad;
   std::lock_guard lock(mutex_);
   add_to_bucket(buckets_[unit], *units_[unit], parameter, gradient, {});
 }
 
-void Reducer::add_to_bucket(Bucket& bucket, const Unit& unit, int parameter, const Tensor& gradient,
+void Reducer::add_to_bucket(Bucket& bucket, const Unit& unit, int parameter, Arriving& gradient,
                             const std::function<void()>& meanwhile) {
   const Parameter& p = unit.parameters()[parameter];
-  check_layout(p, gradient);
+  gradient.check(p);
   bucket.added[parameter] = bucket.seen[parameter] = true;
   if (!bucket.arrived[parameter]) {
     bucket.arrived[parameter] = true;
@@ -130,7 +93,7 @@ void Reducer::add_to_bucket(Bucket& bucket, const Unit& unit, int parameter, con
     bucket.data = take(unit.numel(), local_ ? options_.accumulate_dtype : options_.reduce_dtype, meanwhile);
   }
   if (!bucket.filled[parameter]) {
-    copy_into(bucket.data, p, gradient);
+    gradient.copy_into(bucket.data, p);
     bucket.filled[parameter] = true;
     return;
   }
@@ -139,17 +102,17 @@ void Reducer::add_to_bucket(Bucket& bucket, const Unit& unit, int parameter, con
     sum.copy_(bucket.data);
     pool_.put(std::exchange(bucket.data, sum));
   }
-  add_into(bucket.data, p, gradient);
+  gradient.add_into(bucket.data, p);
 }
 
 /// Returns whether the gradient stays where it lies.
-bool Reducer::hold(Bucket& bucket, const Unit& unit, int parameter, const Tensor& gradient) {
+bool Reducer::hold(Bucket& bucket, const Unit& unit, int parameter, Arriving& gradient) {
   const Parameter& p = unit.parameters()[parameter];
   if (!holds_ || local_ || bucket.data.defined() || bucket.filled[parameter]) return false;
   if (!bucket.held && !numerics::takes_pieces(device_, unit.parameters().size())) return false;
-  if (!HeldGradients::may_hold(gradient, p, options_.reduce_dtype)) return false;
+  if (!HeldGradients::may_hold(gradient.whole(), p, options_.reduce_dtype)) return false;
   if (!bucket.held) bucket.held = std::make_shared<HeldGradients>(ledger_, unit, options_.reduce_dtype, device_);
-  bucket.held->add(parameter, gradient);
+  bucket.held->add(parameter, gradient.whole());
   bucket.filled[parameter] = true;
   return true;
 }

@@ -10,6 +10,7 @@
 #include <optional>
 #include <vector>
 
+#include "gradients/arriving.h"
 #include "gradients/bucket_queue.h"
 #include "gradients/forecast.h"
 #include "gradients/held_gradients.h"
@@ -17,9 +18,6 @@
 #include "sharding/residency.h"
 
 namespace deeptide::gradients {
-
-/// Errors: ValueError naming the parameter, for a gradient of a layout that no bucket takes.
-void check_layout(const sharding::Parameter& parameter, const at::Tensor& gradient);
 
 /// Takes gradients from hooks and reduces them bucket by bucket. A *round* is one reduction of every unit, in one order
 /// on all ranks; a rank lacking a gradient contributes zeros. Ranks may have started different numbers of rounds:
@@ -39,10 +37,10 @@ class Reducer {
 
   /// Adds a gradient of units[unit].parameters()[parameter]. After `set_local(true)`, buckets stay here (stages 0-1
   /// before the boundary); otherwise complete buckets are sent.
-  void add(int unit, int parameter, const at::Tensor& gradient);
+  void add(int unit, int parameter, Arriving gradient);
   /// Adds a gradient of a unit that rounds_wanted_with was told of. `finish` sends it: a bucket sent before the last of
   /// them would need a round more than was announced.
-  void add_coming(int unit, int parameter, const at::Tensor& gradient);
+  void add_coming(int unit, int parameter, Arriving gradient);
   void set_local(bool local);
   bool is_local() const;
 
@@ -135,9 +133,9 @@ class Reducer {
     std::vector<bool> seen;   // by parameter: arrived since the gradients were dropped or used
   };
 
-  void add_to_bucket(Bucket& bucket, const sharding::Unit& unit, int parameter, const at::Tensor& gradient,
+  void add_to_bucket(Bucket& bucket, const sharding::Unit& unit, int parameter, Arriving& gradient,
                      const std::function<void()>& meanwhile);
-  bool hold(Bucket& bucket, const sharding::Unit& unit, int parameter, const at::Tensor& gradient);
+  bool hold(Bucket& bucket, const sharding::Unit& unit, int parameter, Arriving& gradient);
   void join(Bucket& bucket, const sharding::Unit& unit, const std::function<void()>& meanwhile);
   void attend() const;
   at::Tensor take(int64_t numel, at::ScalarType dtype, const std::function<void()>& meanwhile);

@@ -9,8 +9,12 @@
 #include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <map>
+#include <memory>
 
 namespace deeptide::gradients {
 namespace {
@@ -22,6 +26,13 @@ Tensor parameter(float value, at::ScalarType dtype = at::kFloat) {
 }
 
 void backward(const Tensor& loss) { torch::autograd::backward({loss}, {at::ones_like(loss)}); }
+
+struct Nothing : torch::autograd::FunctionPostHook {
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
+                                            const torch::autograd::variable_list&) override {
+    return outputs;
+  }
+};
 
 class Hooks : public testing::Test {
  protected:
@@ -47,6 +58,20 @@ TEST_F(Hooks, CatchEveryBackwardSeparately) {
   backward((p_ * 5).sum());
   backward((p_ * 7).sum());
   EXPECT_EQ(seen_[0], (std::vector<float>{15, 21}));
+}
+
+TEST_F(Hooks, KnowWhetherAnybodyElseAsksForAGradient) {
+  const Tensor filled = parameter(5), replaced = parameter(6);
+  const GradientHooks hooks({p_, q_, unused_, filled, replaced}, sink());
+  for (int i = 0; i < 5; ++i) EXPECT_TRUE(hooks.is_alone(i));
+  p_.register_hook([](const Tensor& gradient) { return gradient * 2; });
+  torch::autograd::impl::grad_accumulator(q_)->add_post_hook(std::make_unique<Nothing>());
+  unused_.set_requires_grad(false);
+  filled.mutable_grad() = at::zeros({3});
+  replaced.set_data(at::zeros({3}, at::kDouble));
+  for (int i = 0; i < 5; ++i) EXPECT_FALSE(hooks.is_alone(i)) << i;
+  const GradientHooks asked({parameter(1)}, sink(), [] {});
+  EXPECT_FALSE(asked.is_alone(0)) << "somebody is called before";
 }
 
 TEST_F(Hooks, SurviveUntilTheyAreDestroyedAndAreSilentAfterwards) {

@@ -14,6 +14,19 @@ import torch
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # (leaf, its gradient)
 
 
+class Factors(NamedTuple):
+    """A weight's gradient as left @ right, (N, K) and (K, M), or that transposed: as torch would compute it."""
+
+    left: torch.Tensor
+    right: torch.Tensor
+    is_transposed: bool
+
+    def product(self) -> torch.Tensor:
+        """(N, M), or (M, N)."""
+        product = torch.mm(self.left, self.right)
+        return product.t() if self.is_transposed else product
+
+
 class Layout(NamedTuple):
     """How an activation lies in memory, on which the operators depend that torch would call."""
 
@@ -60,18 +73,24 @@ class Weight(NamedTuple):
             return torch.mm(factor, row_gradients.t()).t().reshape(inputs.shape)
         return torch.mm(row_gradients, factor.t()).reshape(inputs.shape)
 
-    def own_gradients(self, inputs: torch.Tensor, gradient: torch.Tensor) -> Pairs:
-        """Those of the weight and of the bias."""
+    def factors(self, inputs: torch.Tensor, gradient: torch.Tensor) -> Factors:
+        """Those whose product is the weight's gradient."""
         rows, row_gradients = _rows(inputs), _rows(gradient)
         if _is_transposed(self.weight.t() if self.is_linear else self.weight):
-            factor = torch.mm(row_gradients.t(), rows).t()
-        else:
-            factor = torch.mm(rows.t(), row_gradients)
-        found = [(self.weight, (factor.t() if self.is_linear else factor).to(self.weight.dtype))]
-        if self.bias is not None and self.bias.requires_grad:
-            summed = row_gradients if _is_flattened(inputs) else gradient
-            found.append((self.bias, summed.sum_to_size(self.bias.shape).to(self.bias.dtype)))
-        return found
+            return Factors(row_gradients.t(), rows, not self.is_linear)
+        return Factors(rows.t(), row_gradients, self.is_linear)
+
+    def bias_gradient(self, inputs: torch.Tensor, gradient: torch.Tensor) -> Pairs:
+        """The bias with its gradient, if it is trained."""
+        if self.bias is None or not self.bias.requires_grad:
+            return []
+        summed = _rows(gradient) if _is_flattened(inputs) else gradient
+        return [(self.bias, summed.sum_to_size(self.bias.shape).to(self.bias.dtype))]
+
+    def own_gradients(self, inputs: torch.Tensor, gradient: torch.Tensor) -> Pairs:
+        """Those of the weight and of the bias."""
+        found = self.factors(inputs, gradient).product().to(self.weight.dtype)
+        return [(self.weight, found), *self.bias_gradient(inputs, gradient)]
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -37,6 +37,7 @@ GradientIntake::GradientIntake(std::vector<Unit*> trainable, gradients::Reducer&
       const auto& all = units_[u]->parameters()[p].tensors;
       for (int t = 0; t < static_cast<int>(all.size()); ++t) {
         if (!all[t].requires_grad()) continue;  // a frozen name of a tied parameter
+        index_of_[all[t].unsafeGetTensorImpl()] = static_cast<int>(tensors.size());
         tensors.push_back(all[t]);
         places_.push_back({u, p, t});
       }
@@ -79,6 +80,16 @@ void GradientIntake::give(int64_t number) {
   for (const Waiting& each : given.mapped()) {
     reducer_.add(places_[each.index].unit, places_[each.index].parameter, each.gradient);
   }
+}
+
+bool GradientIntake::take_product(const Tensor& weight, const gradients::Product& product) {
+  const auto found = index_of_.find(weight.unsafeGetTensorImpl());
+  if (found == index_of_.end() || !hooks_->is_alone(found->second)) return false;
+  const Place& place = places_[found->second];
+  const sharding::Order order = parameter(place).order_of(0);
+  if (place.tensor != 0 || order.sizes != std::vector{product.left.size(0), product.right.size(1)}) return false;
+  reducer_.add(place.unit, place.parameter, product);
+  return true;
 }
 
 /// Returns the gradient of a place as the reducer takes it: in the order of the parameter's first tensor, times

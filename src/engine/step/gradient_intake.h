@@ -9,6 +9,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "gradients/hooks.h"
@@ -55,6 +56,10 @@ class GradientIntake {
   void hold(std::optional<int64_t> number);
   /// Takes those that wait under a number, as if backward had just given them.
   void give(int64_t number);
+  /// Takes the gradient left @ right of a trained parameter's tensor, scaled as the losses are, without autograd.
+  /// Returns false, and takes nothing, where it is none of a unit here, lies in another order than the parameter's
+  /// first tensor, or somebody else asks for it.
+  bool take_product(const at::Tensor& weight, const gradients::Product& product);
   /// Drops what lies in `.grad`, and what waits. Returns the name of the first parameter that had a `.grad`, or an
   /// empty text.
   std::string drop_left();
@@ -85,6 +90,7 @@ class GradientIntake {
   std::vector<sharding::Unit*> units_;
   gradients::Reducer& reducer_;
   std::vector<Place> places_;
+  std::unordered_map<const c10::TensorImpl*, int> index_of_;  // in places_, by tensor
   std::vector<bool> replaced_;  // by place: its accumulator, since gradients were last taken from .grad
   std::atomic<double> loss_scale_{1.0};
   std::map<int64_t, std::vector<Waiting>> waiting_;  // by number

@@ -20,6 +20,14 @@ from torch.overrides import TorchFunctionMode
 from deeptide._model.products import Layout, Pairs, Weight
 from deeptide.pipeline.errors import PipelineError
 
+# Takes the gradient left @ right of a weight, as PipelineStage.add_product does. False: it does not.
+TakeProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], bool]
+
+
+def _takes_none(*_: torch.Tensor) -> bool:
+    return False
+
+
 _CURE = 'take "schedule": "1f1b"'
 
 
@@ -116,37 +124,44 @@ class _Watch(TorchFunctionMode):
         return product(inputs, Weight(weight, bias, func is F.linear), self._aside)
 
 
-class _Factors(NamedTuple):
-    """The factors of a weight's gradient."""
+class _Later(NamedTuple):
+    """A weight's gradient that is to be computed."""
 
     weight: Weight
     inputs: torch.Tensor  # (…, I)
     gradient: torch.Tensor  # (…, O), of the product
     versions: tuple[int, int]
 
-    def gradients(self) -> Pairs:
-        """Errors: PipelineError if a factor was written since."""
+    def gradients(self, take: TakeProduct) -> Pairs:
+        """Those of weight and bias that `take` did not take. Errors: PipelineError if a factor was written since."""
         if (self.inputs._version, self.gradient._version) != self.versions:
             raise PipelineError(
                 f"the zero_bubble schedule: what a weight of shape {tuple(self.weight.weight.shape)} was multiplied "
                 "with was written in place between the backward of a micro-batch and the gradient of the weight; write "
                 f"copies, or {_CURE}"
             )
-        return self.weight.own_gradients(self.inputs, self.gradient)
+        leaf = self.weight.weight
+        factors = self.weight.factors(self.inputs, self.gradient)
+        is_taken = not factors.is_transposed and factors.left.dtype == leaf.dtype
+        is_taken = is_taken and take(leaf, factors.left, factors.right)
+        own = [] if is_taken else [(leaf, factors.product().to(leaf.dtype))]
+        return own + self.weight.bias_gradient(self.inputs, self.gradient)
 
 
 class SetAside:
     """Keeps what backward of one stage leaves to be computed, by micro-batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, take: TakeProduct = _takes_none) -> None:
+        """take: asked for each weight that has one gradient in a micro-batch."""
+        self._take = take
         self._watch = _Watch(self)
         self._lent: frozenset[int] = frozenset()
-        self._factors: dict[int, deque[_Factors]] = {}
+        self._later: dict[int, deque[_Later]] = {}
         self._open: int | None = None  # the micro-batch whose backward runs
 
     def begin(self, lent: list[torch.Tensor]) -> None:
         """Before a step: forgets the one before. `lent`: weights of other stages, which are no parameters here."""
-        self._factors.clear()
+        self._later.clear()
         self._lent = frozenset(map(id, lent))
 
     def forward(self) -> AbstractContextManager[Any]:
@@ -157,7 +172,7 @@ class SetAside:
     def backward(self, micro_batch: int) -> Iterator[None]:
         """Around a backward, which may compute a forward again."""
         self._open = micro_batch
-        self._factors[micro_batch] = deque()
+        self._later[micro_batch] = deque()
         try:
             with self._watch:
                 yield
@@ -193,21 +208,22 @@ class SetAside:
                 "the zero_bubble schedule sets gradients of weights aside, and the model differentiates what a weight "
                 f"gives by itself, as by torch.autograd.grad, in its forward or with create_graph; {_CURE}"
             )
-        self._factors[self._open].append(_Factors(weight, inputs, gradient, (inputs._version, gradient._version)))
+        self._later[self._open].append(_Later(weight, inputs, gradient, (inputs._version, gradient._version)))
 
     def gradients(self, micro_batch: int, besides: Pairs) -> Iterator[Pairs]:
-        """Computes what was set aside, weight by weight, each once; frees the factors on the way.
+        """Computes what was set aside, weight by weight, each once; frees the factors on the way. Gives what is left.
 
         besides: gradients from elsewhere, which are added to those of the same leaf.
         """
-        factors = self._factors.pop(micro_batch, deque())
-        due = Counter(id(leaf) for each in factors for leaf in (each.weight.weight, each.weight.bias))
+        later = self._later.pop(micro_batch, deque())
+        due = Counter(id(leaf) for each in later for leaf in (each.weight.weight, each.weight.bias))
         due.update(id(leaf) for leaf, _ in besides)
+        is_only = {leaf for leaf, count in due.items() if count == 1}
         sums: dict[int, torch.Tensor] = {}
         arriving: list[Pairs] = [besides] if besides else []
-        while arriving or factors:
+        while arriving or later:
             with torch.no_grad():
-                pairs = arriving.pop() if arriving else factors.popleft().gradients()
+                pairs = arriving.pop() if arriving else self._computed(later.popleft(), is_only)
                 ready = []
                 for leaf, gradient in pairs:
                     held = sums.pop(id(leaf), None)
@@ -219,3 +235,6 @@ class SetAside:
                         ready.append((leaf, gradient))
             if ready:
                 yield ready
+
+    def _computed(self, each: _Later, is_only: set[int]) -> Pairs:
+        return each.gradients(self._take if id(each.weight.weight) in is_only else _takes_none)

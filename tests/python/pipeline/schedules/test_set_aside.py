@@ -165,7 +165,7 @@ def test_functions_of_torch_func_and_inner_derivatives():
 def test_a_factor_that_was_written_is_named():
     model, aside = torch.nn.Linear(4, 4), SetAside()
     run(lambda x: model(x + 0), torch.randn(3, 4), aside)
-    factors = aside._factors[0][0]
+    factors = aside._later[0][0]
     with torch.no_grad():
         factors.inputs.add_(1)
     with pytest.raises(PipelineError, match=r"what a weight of shape \(4, 4\) was multiplied with was written"):

@@ -113,11 +113,11 @@ def trace(world, num_stages, micro_batches):
             method(piece)
             done.append((name, *piece))
             alive -= name == "backward_weight"
-            held = max(held, len(run._aside._factors) if run._aside else 0)
+            held = max(held, len(run._aside._later) if run._aside else 0)
 
         setattr(run, f"_{name}", traced)
     engine.train_batch(stages.batches(0, 1, 1, micro_batches))
-    assert run._aside is None or not run._aside._factors
+    assert run._aside is None or not run._aside._later
     return done, peak, held, {name: [done[place][0] for place in places] for name, places in arrived.items()}
 
 
@@ -197,6 +197,42 @@ def test_weights_of_every_kind_are_those_of_1f1b(stage, hooked):
             torch.testing.assert_close(states[name], value, rtol=1e-5, atol=1e-7, msg=name)
     changed = run_ranks(4, train_uses, 2, config(stage, GAS), ())[0][1] if hooked else []
     assert changed != results[0][0][1]
+
+
+class NotesProducts:
+    """A stage, and whether each product that it was offered was taken, by weight."""
+
+    def __init__(self, stage):
+        self._stage, self.taken = stage, {}
+
+    def __getattr__(self, name):
+        return getattr(self._stage, name)
+
+    def add_product(self, weight, left, right):
+        answer = self._stage.add_product(weight, left, right)
+        self.taken.setdefault(id(weight), []).append(answer)
+        return answer
+
+
+def products_taken(world, settings, hooked):
+    """By name of the last stage's weights, the answers to its offers in a step."""
+    engine = start(world, 2, settings, of_uses())
+    for name, parameter in engine.module.named_parameters():
+        if name.endswith(hooked):
+            parameter.register_post_accumulate_grad_hook(lambda _: None)
+    noted = engine._run._stage = NotesProducts(engine._run._stage)
+    engine.train_batch(stages.batches(engine.data_parallel_rank, 2, 1, GAS))
+    return {name: noted.taken[id(p)] for name, p in engine.module.named_parameters() if id(p) in noted.taken}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_weights_only_product_is_computed_where_it_is_summed(stage):
+    """But not where a hook of the program's asks for it; and a weight's several products are one gradient."""
+    for rank, taken in enumerate(run_ranks(4, products_taken, config(stage, GAS), ".up.weight")):
+        assert all(answers == [not name.endswith(".up.weight")] * GAS for name, answers in taken.items())
+        offered = {name.rsplit(".", 2)[-2] for name in taken}
+        assert {"up", "down", "partly"} <= offered if rank >= 2 else not offered
+        assert "twice" not in offered
 
 
 @pytest.mark.parametrize("bf16", [False, True])
