@@ -31,7 +31,7 @@ export CCACHE_DEPEND ?= 1
 export NINJA_STATUS ?= [%f/%t, %p, %W left] 
 
 .PHONY: build build-all examples configure configure-all setup demo demo-large test test-cpp test-ends test-kills test-deepspeed-units gpu-first-ten-minutes test-gpu test-hosts test-peers test-python fuzz fuzz-files bench lint tidy format docs
-.PHONY: wheel test-wheel wheel-deepspeed bundle test-bundle asan tsan clean help bench-axes bench-tensor bench-scale bench-builds bench-checkpoint bench-comm bench-less bench-observing bench-optimizer bench-startup bench-swap bench-offload bench-largest bench-gpu bench-link bench-hosts bench-scripts
+.PHONY: wheel test-wheel wheel-deepspeed bundle test-bundle asan tsan clean help bench-axes bench-bubble bench-tensor bench-scale bench-builds bench-checkpoint bench-comm bench-less bench-observing bench-optimizer bench-startup bench-swap bench-offload bench-largest bench-gpu bench-link bench-hosts bench-scripts
 .DEFAULT_GOAL := build
 
 build: configure  ## Build the library, the Python module and the command
@@ -183,6 +183,9 @@ bench-observing: build  ## Steps with and without each observer (breakdowns, mon
 
 bench-axes: build  ## A GPT at two pipeline stages beside torch.distributed.pipelining and DeepSpeed, interleaved (ARGS=…)
 	@PYTHONPATH=$(abspath $(BUILD))/python PYTHON=$(abspath $(PYTHON)) bench/run.sh axes $(ARGS)
+
+bench-bubble: build  ## Bubbles of stages that sleep beside those of the formula, for each schedule (ARGS=…)
+	@PYTHONPATH=$(abspath $(BUILD))/python $(PYTHON) bench bubble $(ARGS)
 
 bench-tensor: build  ## A Llama that two ranks share beside torch's tensor.parallel and DeepSpeed's AutoTP, interleaved (ARGS=…)
 	@PYTHONPATH=$(abspath $(BUILD))/python PYTHON=$(abspath $(PYTHON)) bench/run.sh shared_layers $(ARGS)

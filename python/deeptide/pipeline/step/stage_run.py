@@ -96,7 +96,8 @@ class StageRun:
         self._aside: SetAside | None = None
         self._is_apart = False
         self._waited = 0.0  # seconds, in this step
-        self.times = (0.0, 0.0)  # of the last step's instructions: seconds that they took and waited
+        self._ended = 0.0  # when the last instruction of a step had computed and sent
+        self.times = (0.0, 0.0)  # of the last step's instructions, without the optimizer's: seconds taken and waited
 
     def train(self, schedule: PipelineSchedule, batches: list[tuple[Any, Any]], count: int) -> list[torch.Tensor]:
         """Runs one optimizer step; returns the losses of the last stage, none on the others."""
@@ -113,10 +114,11 @@ class StageRun:
             StageAction.send_gradient: self._send_gradient,
         }
         begin, self._waited = time.perf_counter(), 0.0
+        self._ended = begin
         with self._engine.closing_pieces():
             for instruction in self._begin(order, actions, training=True):
                 actions[instruction.action]((instruction.chunk, instruction.micro_batch))
-        self.times = time.perf_counter() - begin, self._waited
+        self.times = self._ended - begin, self._waited
         return self._losses
 
     def evaluate(
@@ -169,7 +171,7 @@ class StageRun:
         for held in (self._received, self._sent, self._gradients, self._inputs):
             held.clear()  # of a step that failed
         self._is_apart = any(each.action == StageAction.backward_weight for each in order)
-        self._aside = SetAside() if self._is_apart and self._here > 0 else None
+        self._aside = SetAside(self._stage.add_product) if self._is_apart and self._stage and self._here > 0 else None
 
     def _begin(self, order: list[StageInstruction], actions: _Actions, training: bool) -> list[StageInstruction]:
         """Asks for the step's letters, and takes what is lent. Returns what is left to do of the list.
@@ -365,5 +367,7 @@ class StageRun:
         """After a backward, when its gradient is on its way, and the gradients of its weights are there."""
         if piece == self._final and self._letters is not None:
             self._ties.send_gradients(self._letters, self._number)
+        if piece == self._final:
+            self._ended = time.perf_counter()  # the optimizer's step waits for all stages
         if piece in self._closing:
             self._engine.close_piece()

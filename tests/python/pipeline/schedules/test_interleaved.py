@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A PipelineModule with several chunks on each stage runs the interleaved schedule and trains as the uncut model."""
 
+import threading
 import time
 
 import pytest
@@ -13,6 +14,7 @@ from test_pipeline import STEPS, compare
 import deeptide
 from deeptide import pipeline
 from deeptide.pipeline import PipelineModule
+from deeptide.pipeline.step import stage_run
 from deeptide.pipeline.step.bubble import measured_bubble
 
 GAS = 5  # no multiple of the stages
@@ -248,3 +250,39 @@ def test_the_bubble_is_measured_and_told_beside_the_formula(caplog):
     assert bubbles[0] == bubbles[1] and bubbles[0].formula == pytest.approx(1 / (GAS + 1))
     assert 0.25 < bubbles[0].measured < 1  # the second stage waits for most of the first one's forwards
     assert [r.message for r in caplog.records if r.message.startswith("pipeline | ")] == [f"pipeline | {bubbles[0]}"]
+
+
+class Clock(threading.local):
+    """Each rank's own, which moves where a test says so."""
+
+    now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+
+def work_and_step(world, clock):
+    """A forward takes a second, the optimizer's step, which waits for other stages, 100."""
+    engine = start(world, 2, 1, stages.config(0, GAS))
+    close, closed = engine.close_piece, []
+
+    def forward(*_):
+        clock.now += 1
+
+    def close_late():
+        closed.append(close())
+        clock.now += 100 * (len(closed) == GAS)
+        return closed[-1]
+
+    engine.module.register_forward_pre_hook(forward)
+    engine.close_piece = close_late
+    engine.train_batch(stages.batches(0, 1, 1, GAS))
+    assert len(closed) == GAS and clock.now == GAS + 100
+    return engine._run.times
+
+
+def test_the_optimizers_step_is_no_part_of_the_bubble(monkeypatch):
+    """A stage that is done waits there for the others: it would seem to work."""
+    clock = Clock()
+    monkeypatch.setattr(stage_run, "time", clock)
+    assert run_ranks(2, work_and_step, clock) == [(GAS, 0), (GAS, 0)]
