@@ -93,10 +93,6 @@ TEST(Arriving, TriesAShapeOnceAndLeavesTheProgramsDrawsAlone) {
   EXPECT_EQ(adds_alike(place, product), alike);
 }
 
-TEST(Arriving, AddsAFewRowsInTheProduct) {
-  EXPECT_TRUE(adds_alike(at::randn({64, 64}), factors(64, 8, 64, at::kFloat))) << "no library parts sums of eight";
-}
-
 TEST(Arriving, TakesNoFactorOfAnUncommonLayoutIntoAProduct) {
   const Tensor place = at::randn({16, 16});
   const Tensor spread = at::randn({16, 32}).slice(1, 0, 32, 2);  // (16, 16), every other column
