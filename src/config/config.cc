@@ -118,6 +118,11 @@ Config Config::without_scheduler() const {
 }
 
 BatchSizes Config::batch_sizes(int64_t world_size) const {
+  if (const auto& asked = batch().data_parallel_size; asked && world_size > 0 && *asked != world_size) {
+    throw ConfigError(origin_ + ": data_parallel_size: got " + std::to_string(*asked) +
+                      ", and ranks that take different samples are " + std::to_string(world_size) +
+                      ": all ranks over those of pipeline and tensor; set it to that, or leave it out");
+  }
   if (!elasticity().enabled) return config::batch_sizes(batch(), world_size, origin_);
   if (world_size <= 0) {
     throw ConfigError(origin_ + ": the world size: " + std::to_string(world_size) +

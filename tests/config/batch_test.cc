@@ -96,6 +96,23 @@ TEST(BatchSizes, OfAConfigurationAreThoseOfItsText) {
   EXPECT_EQ(sizes.accumulation, 3);
 }
 
+TEST(BatchSizes, AreOfAsManyRanksAsAConfigurationNames) {
+  for (const char* more :
+       {R"("train_micro_batch_size_per_gpu": 3)",
+        R"("elasticity": {"enabled": true, "max_train_batch_size": 12, "micro_batch_sizes": [3]})"}) {
+    const Config config = Config::from_text(std::string(R"({"data_parallel_size": 2, )") + more + "}", "ds.json");
+    EXPECT_EQ(config.batch_sizes(2).micro, 3);
+    try {
+      config.batch_sizes(4);
+      ADD_FAILURE() << more;
+    } catch (const ConfigError& error) {
+      EXPECT_EQ(std::string(error.what()).find("ds.json: data_parallel_size: got 2, and ranks that take different "),
+                0u)
+          << error.what();
+    }
+  }
+}
+
 TEST(BatchSizes, DoNotOverflow) {
   EXPECT_NE(problem_of(with({}, INT64_MAX, 2), 2).find("beyond 64 bits"), std::string::npos);
   EXPECT_NE(problem_of(with(8, INT64_MAX, 2), 2).find("beyond 64 bits"), std::string::npos);

@@ -30,14 +30,18 @@ run_processes = functools.partial(ranks.run_processes, preload=(*libraries.PRELO
 
 @pytest.fixture(scope="session")
 def beside_plain(tmp_path_factory):
-    """Runs a script here at a stage and, once per session, on plain torch; compares what they wrote."""
+    """Runs a script here at a stage and, once per session, on plain torch; compares what they wrote.
+
+    here: another way to run it here, and another script.
+    """
     plain = tmp_path_factory.mktemp("plain")
 
-    def compare(script, folder, stage, steps, *args, run=run_processes):
+    def compare(script, folder, stage, steps, *args, run=run_processes, here=None):
         name = "-".join([script.__module__, script.__name__, *map(str, args)])
         if not (plain / f"{name}.json").exists():
             run(2, script, str(plain), name, None, *args)
-        run(2, script, str(folder), "here", stage, *args)
+        run_here, script_here = here or (functools.partial(run, 2), script)
+        run_here(script_here, str(folder), "here", stage, *args)
         libraries.check_equal(libraries.read(folder, "here"), libraries.read(plain, name), steps)
         return plain / name
 

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hugging Face's Trainer with a ds_config.json, beside the same script under DDP."""
 
+import functools
 import os
 from importlib.metadata import version
 
@@ -16,6 +17,34 @@ from libraries import make_trainer
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_trainer_learns_as_under_ddp(stage, gas, tmp_path, beside_plain):
     beside_plain(libraries.run_trainer, tmp_path, stage, 10 if gas == 1 else 4, gas)
+
+
+def run_sharing(folder, name, stage, gas):
+    """Trains like run_trainer, with pairs of ranks that share layers. Saves the whole model."""
+    from safetensors.torch import load_file
+
+    config = libraries.ds_config(stage, tensor_parallel={"autotp_size": 2})
+    trainer = make_trainer(folder, config, gradient_accumulation_steps=gas)
+    trainer.train()
+    assert trainer.model_wrapped.mesh == {"pipe": 1, "data": 2, "tensor": 2}
+    result = {key: libraries.logged(trainer, key) for key in ("loss", "grad_norm")}
+    engine = trainer.model_wrapped.eval()
+    with torch.no_grad():  # evaluate() takes the ranks of a pair for two that have seen other rows
+        loss = engine(**trainer.data_collator(list(trainer.eval_dataset))).loss
+    libraries.write(folder, name, {**result, "eval": loss.item()})
+    trainer.save_model(os.path.join(folder, "model"))
+    torch.distributed.barrier()
+    saved = load_file(os.path.join(folder, "model", "model.safetensors"))
+    whole = engine.module_state_dict()
+    assert all(torch.equal(whole[key], value) for key, value in saved.items()) and len(saved) > 3
+
+
+@pytest.mark.parametrize("gas", [1, 3])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_ranks_share_layers_by_autotp(stage, gas, tmp_path, beside_plain):
+    """DeepSpeed's own example of it. Trainer and Accelerate count each sample once for each of the ranks that share."""
+    here = functools.partial(run_processes, 4)
+    beside_plain(libraries.run_trainer, tmp_path, stage, 10 if gas == 1 else 4, gas, here=(here, run_sharing))
 
 
 # -- saving ---------------------------------------------------------------------------------------------------------

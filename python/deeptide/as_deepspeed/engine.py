@@ -274,7 +274,13 @@ class DeepSpeedEngine(EngineAnswers, BatchSizeMethods, Engine, torch.nn.Module):
             raise ValueError("this function requires ZeRO-3 mode; at other stages use module.state_dict()")
         return consolidate.whole_weights(self, exclude_frozen_parameters)
 
-    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
+        """Likewise at stage 3, and where ranks share layers."""
+        if self.zero_optimization_stage() != 3 and self.tensor_team is None:
+            raise ValueError(
+                "this function requires ZeRO-3 mode, or layers that ranks share; elsewhere use module.state_dict()"
+            )
+        return consolidate.whole_weights(self, exclude_frozen_parameters)
 
     def whole_state(self, only_rank: int | None = None) -> OrderedDict[str, Any]:
         """Whole parameters and buffers on the CPU: of every rank, or of one. Collective."""

@@ -21,7 +21,7 @@ from deeptide._optimizers.groups import OptimizerPlan, plan_optimizer
 from deeptide._process import world
 from deeptide.as_deepspeed import NotSupportedError
 from deeptide.as_deepspeed.checkpoint.parameters import OffloadStandIn, mark_model
-from deeptide.as_deepspeed.config.configuration import read_config
+from deeptide.as_deepspeed.config.configuration import counted_once, read_config
 from deeptide.as_deepspeed.engine import DeepSpeedEngine
 from deeptide.as_deepspeed.helpers.logging import set_log_level_from_string
 from deeptide.as_deepspeed.training.loss_scalers import EngineLossScale
@@ -115,6 +115,8 @@ def initialize(
     if given.get("log_level"):
         set_log_level_from_string(given["log_level"])
     init_distributed(distributed_port=distributed_port)
+    if mpu is None and not is_pipeline(model):
+        parsed = counted_once(given, parsed, dist.get_world_size())
     parsed = tuned(parsed, optimizer)
     previous = _idle.pop(id(model), None)
     if previous is not None:

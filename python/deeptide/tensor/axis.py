@@ -16,7 +16,7 @@ from deeptide._C import Config, ConfigError, World
 from deeptide._model.describe import device_of
 from deeptide.tensor.cutting.slices import Slice, adding_names, slices_of
 from deeptide.tensor.cutting.split import split_model
-from deeptide.tensor.mpu import adopt
+from deeptide.tensor.mpu import adopt, is_cut, size_of_groups
 from deeptide.tensor.positions import has_positions
 from deeptide.tensor.team import Team, make_team, team_of
 
@@ -41,11 +41,16 @@ def size_of(config: Config) -> int:
 
 
 def prepare(config: Config, model: torch.nn.Module, world: World, stages: int, mpu: object = None) -> Team | None:
-    """The team that shares the model's layers, which are cut now if they are not yet. Collective; None without one."""
+    """The team that shares the model's layers, which are cut now if they are not yet. Collective; None without one.
+
+    mpu: whose groups are the teams. A model without slices of its own is cut, if the configuration asks for that.
+    """
     size = size_of(config)
     team = team_of(model)
-    if team is None and mpu is not None:
-        team = adopt(model, mpu, world, config.runtime.comm_timeout_s, stages)
+    if mpu is not None:
+        _check_groups(mpu, size, world, stages)
+        if team is None and (size == 1 or any(map(is_cut, model.parameters()))):  # layers of the model's own
+            team = adopt(model, mpu, world, config.runtime.comm_timeout_s, stages)
     _C.check_mesh(world.size, stages, team.size if team else size, _section(config, "parallel")["data"])
     if team is not None:
         _check_team(team, size, world.size, stages)
@@ -65,6 +70,15 @@ def prepare(config: Config, model: torch.nn.Module, world: World, stages: int, m
             "and parallel.pipeline"
         )
     return share_layers(config, model, world)
+
+
+def _check_groups(mpu: object, size: int, world: World, stages: int) -> None:
+    groups = size_of_groups(mpu, world, stages)
+    if size not in (1, groups):
+        raise ConfigError(
+            f"mpu: its model-parallel groups have {groups} ranks, and the configuration asks for {size}; leave "
+            "parallel.tensor and tensor_parallel out, or make such groups"
+        )
 
 
 def _check_team(team: Team, size: int, ranks: int, stages: int) -> None:

@@ -72,24 +72,38 @@ def _check_stages(mpu: object, world: World, stages: int) -> None:
         )
 
 
+def is_cut(parameter: torch.nn.Parameter) -> bool:
+    """Whether a model's own layer has marked it as a slice."""
+    return bool(getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False))
+
+
+def size_of_groups(mpu: object, world: World, stages: int) -> int:
+    """How many ranks share a layer by the object. stages: of the model.
+
+    Errors: ConfigError if its groups are no neighbours, or its stages are others.
+    """
+    size, rank = int(_ask(mpu, "world_size")), int(_ask(mpu, "rank"))
+    _check_stages(mpu, world, stages)
+    if size > 1 and rank != world.rank % size:
+        raise ConfigError(
+            f"mpu: rank {world.rank} is number {rank} of its model-parallel group, expected {world.rank % size}: "
+            f"groups of {size} neighbours, such as ranks 0 to {size - 1}"
+        )
+    return size
+
+
 def adopt(model: torch.nn.Module, mpu: object, world: World, timeout_s: float, stages: int = 1) -> Team | None:
     """The team of this rank's model-parallel group; None if it is alone. Collective. stages: of the model.
 
     Marks what the model's own layers have cut: parameters with `tensor_model_parallel` or `model_parallel`, and
     `partition_dim`, 0 or 1. Gradients of whole parameters add up where `sequence_parallel` says that ranks have parts
-    of the positions, and in norms of the heads. Errors: ConfigError if its groups are no neighbours, its stages are
-    others, or a marked parameter has no dimension.
+    of the positions, and in norms of the heads. Errors: ConfigError as of size_of_groups, or if a marked parameter has
+    no dimension.
     """
-    size, rank = int(_ask(mpu, "world_size")), int(_ask(mpu, "rank"))
-    _check_stages(mpu, world, stages)
+    size = size_of_groups(mpu, world, stages)
     if size == 1:
         return None
     team = make_team(size, world, timeout_s, stages)
-    if team.index != rank:
-        raise ConfigError(
-            f"mpu: rank {world.rank} is number {rank} of its model-parallel group, expected {team.index}: groups of "
-            f"{size} neighbours, such as ranks 0 to {size - 1}"
-        )
     team.core.note_own_groups()
     model.__dict__["tensor_team"] = team
     pairs = _patterns_of_pairs(model)
@@ -125,8 +139,7 @@ def _patterns_of_pairs(model: torch.nn.Module) -> list[str]:
 
 
 def _slice_of(name: str, parameter: torch.nn.Parameter, size: int, is_pair: bool = False) -> Slice | None:
-    is_cut = getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False)
-    if not is_cut:
+    if not is_cut(parameter):
         return None
     dim, stride = getattr(parameter, "partition_dim", None), getattr(parameter, "partition_stride", 1)
     if dim not in (0, 1) or dim >= parameter.dim() or stride < 1:

@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import os
+import re
 import sys
 
 import models
@@ -363,6 +364,40 @@ def check_translation(folder):
 
 def test_configurations_are_translated_line_by_line(tmp_path):
     run_processes(1, check_translation, str(tmp_path))
+
+
+SHARED = {"tensor_parallel": {"autotp_size": 2}}
+OF_EIGHT_RANKS = [  # (given, the samples of a step, or what the error says)
+    ({"train_batch_size": 48, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}, 24),
+    ({"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}, 24),
+    ({"train_batch_size": 48, "train_micro_batch_size_per_gpu": 2}, 24),
+    ({"train_batch_size": 48}, 24),
+    ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}, 24),
+    ({"train_batch_size": 48, "parallel": {"data": "auto"}}, 48),
+    (
+        {"train_batch_size": 40, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3},
+        "20 != 2 * 3 * 4",
+    ),
+]
+
+
+def check_batches_of_shared_layers():
+    interface()
+    configuration = importlib.import_module("deeptide.as_deepspeed.config.configuration")
+    for given, expected in OF_EIGHT_RANKS:
+        given, parsed = configuration.read_config({**given, **SHARED})
+        parsed = configuration.counted_once(given, parsed, 8)
+        if isinstance(expected, int):
+            assert parsed.batch_sizes(4).train == expected, given
+            continue
+        with pytest.raises(deeptide.ConfigError, match=re.escape(expected)):
+            parsed.batch_sizes(4)
+    alone, parsed = configuration.read_config({"train_batch_size": 48})
+    assert configuration.counted_once(alone, parsed, 8) is parsed
+
+
+def test_a_batch_that_ranks_which_share_layers_count_each_is_counted_once():
+    run_processes(1, check_batches_of_shared_layers)
 
 
 SCHEDULES = {

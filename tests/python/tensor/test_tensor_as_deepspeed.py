@@ -234,6 +234,28 @@ def test_a_model_with_an_mpu_trains_and_saves_the_whole_parameters(tmp_path):
     assert engine.global_steps == cut.STEPS
 
 
+def begin_by_autotp_beside_an_mpu():
+    """Trains like DeepSpeed's own examples of AutoTP a plain model, whose layers the configuration lets ranks share."""
+    deepspeed("initialize").init_distributed()
+    config = {**models.config(1, micro=cut.MICRO), "tensor_parallel": {"autotp_size": SIZE}, "data_parallel_size": 1}
+    config["tensor_parallel"]["partition_config"] = {"use_default_specs": False, "layer_specs": cut.SPECS}
+    alone = Mpu()
+    alone.get_model_parallel_world_size = lambda: 1
+    text = "its model-parallel groups have 1 ranks, and the configuration asks for 2"
+    with pytest.raises(deeptide.ConfigError, match=text):
+        deepspeed("initialize").initialize(model=models.make_model(), config=config, mpu=alone)
+    engine = deepspeed("initialize").initialize(model=models.make_model(), config=config, mpu=Mpu())[0]
+    assert engine.module.h[0].up.weight.shape == (30, 20)
+    check(engine)
+    whole = engine._consolidated_16bit_state_dict()
+    assert whole["h.0.up.weight"].shape == (60, 20) if dist.get_rank() == 0 else whole is None
+
+
+@pytest.mark.slow
+def test_a_plain_model_with_an_mpu_is_cut_where_the_configuration_asks_for_it():
+    run_processes(SIZE, begin_by_autotp_beside_an_mpu, preload=PRELOAD)
+
+
 class Strolling(Megatron):
     """Its ranks are seldom where the others are, and their groups of the layers wait for nobody else."""
 

@@ -195,6 +195,28 @@ def read_config(config: Any, args: object = None) -> tuple[dict[str, Any], Confi
     return given, load_config(translated)
 
 
+def counted_once(given: dict[str, Any], config: Config, ranks: int) -> Config:
+    """The configuration with a train_batch_size of as many samples as a step has, of `ranks` ranks without an mpu.
+
+    DeepSpeed multiplies by all ranks there, and so do the libraries that fill it in: what ranks share layers for is
+    counted by each of them. Left as it is: one that fits the ranks which take different samples, and one that fits
+    neither.
+    """
+    shared = json.loads(_C.config_section(config, "tensor_parallel"))["autotp_size"]
+    train = given.get("train_batch_size")
+    if shared < 2 or ranks % shared or "parallel" in given or not isinstance(train, int) or train % shared:
+        return config
+    micro, steps = (given.get(key) for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
+    if isinstance(micro, int) and isinstance(steps, int) and micro * steps * (ranks // shared) == train:
+        return config
+    if os.environ.get("RANK", "0") == "0":
+        say(
+            f"as deepspeed: train_batch_size: {train} counts a sample once for each of the {shared} ranks that share "
+            f"layers: a step has {train // shared}"
+        )
+    return load_config(translate({**given, "train_batch_size": train // shared})[0])
+
+
 class DeepSpeedConfig:
     """The values of a configuration that scripts read by attribute, resolved for the world that the ranks form."""
 

@@ -97,11 +97,10 @@ std::vector<Key> report_keys() {
           .derives("not checked")
           .read_by("rules.cc, which warns about it"),
       integer("sequence_parallel_size", 1, "Ranks that share one sequence.").at_least(1).later(),
-      integer("data_parallel_size", {}, "Ranks that take different samples.")
+      integer("data_parallel_size", {}, "Only checked: ranks that take different samples, which follow from the mesh.")
           .at_least(1)
-          .later("it follows from the world's size")
-          .off_at(JsonValue(int64_t{1}))
-          .derives("the world size"),
+          .derives("not checked")
+          .into(&BatchConfig::data_parallel_size),
       section("weight_quantization", "Quantisation of weights for inference.", {}).leaves_open().when_present().later(),
   };
 }
