@@ -27,7 +27,7 @@ struct BatchConfig {
   std::optional<int64_t> train_batch_size;
   std::optional<int64_t> micro_batch_size;
   std::optional<int64_t> gradient_accumulation_steps;
-  std::optional<int64_t> data_parallel_size = {};  // ranks; determines nothing: the mesh has to have as many
+  std::optional<int64_t> data_parallel_size;  // ranks; determines nothing: the mesh has to have as many
 };
 
 /// The batch sizes for one data-parallel world: train == micro * accumulation * world.

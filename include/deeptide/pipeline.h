@@ -174,6 +174,8 @@ class DEEPTIDE_API PipelineModule : public torch::nn::Module {
   /// Whether each backward of a chunk is a micro-batch of the engine: of those with a trained parameter of their own,
   /// and of all where this stage trains nothing.
   bool trains(int chunk) const;
+  /// Sets PipelineOptions' activation_checkpoint_interval anew. Between steps. Errors: ConfigError if it is negative.
+  void set_checkpoint_interval(int interval);
   /// Runs the layers of one of this stage's chunks.
   Activations forward(Activations inputs, int chunk = 0) const;
 

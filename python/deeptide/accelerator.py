@@ -82,7 +82,22 @@ class Accelerator:
         """Whether operators end before they return."""
         return not self._cuda
 
+    use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
+
+    def visible_devices_envs(self) -> list[str]:
+        """The environment's variables by which a process sees some devices only."""
+        return ["CUDA_VISIBLE_DEVICES"]
+
+    def set_visible_devices_envs(self, current_env: dict[str, str], local_accelerator_ids: list[int]) -> None:
+        """Sets them in an environment."""
+        for name in self.visible_devices_envs():
+            current_env[name] = ",".join(map(str, local_accelerator_ids))
+
     # -- random numbers -----------------------------------------------------------------------------------------
+
+    def random(self) -> Any:
+        """torch.random, as of every device."""
+        return torch.random
 
     def manual_seed(self, seed: int) -> None:
         """Seeds this device."""
@@ -145,6 +160,13 @@ class Accelerator:
             return self.total_memory(device_index) - self.memory_allocated(device_index)
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
+    def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
+        """Torch's statistics of its allocator; on a CPU the bytes in use, now and at most."""
+        if self._cuda:
+            return torch.cuda.memory_stats(device_index)
+        used = {"current": self.memory_allocated(), "peak": self.max_memory_allocated()}
+        return {f"allocated_bytes.all.{name}": value for name, value in used.items()}
+
     def empty_cache(self) -> None:
         """Gives unused memory back; nothing on a CPU."""
         if self._cuda:
@@ -182,6 +204,24 @@ class Accelerator:
     def is_triton_supported(self) -> bool:
         """False: nothing here uses Triton."""
         return False
+
+    @property
+    def Stream(self) -> Any:  # noqa: N802 - DeepSpeed's name
+        """The class of streams; None on a CPU."""
+        return torch.cuda.Stream if self._cuda else None
+
+    @property
+    def Event(self) -> Any:  # noqa: N802 - likewise
+        """The class of events; None on a CPU."""
+        return torch.cuda.Event if self._cuda else None
+
+    def current_stream(self, device_index: int | None = None) -> Any:
+        """The stream in use; None on a CPU."""
+        return torch.cuda.current_stream(device_index) if self._cuda else None
+
+    def default_stream(self, device_index: int | None = None) -> Any:
+        """The stream at first; None on a CPU."""
+        return torch.cuda.default_stream(device_index) if self._cuda else None
 
     def stream(self, stream: object) -> AbstractContextManager[Any]:
         """Inside, that stream is in use."""

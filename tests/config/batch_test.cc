@@ -12,7 +12,7 @@ namespace {
 
 using Size = std::optional<int64_t>;
 
-BatchConfig with(Size train, Size micro, Size accumulation) { return {train, micro, accumulation}; }
+BatchConfig with(Size train, Size micro, Size accumulation) { return {train, micro, accumulation, {}}; }
 
 std::string problem_of(const BatchConfig& batch, int64_t world) {
   try {

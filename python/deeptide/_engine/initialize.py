@@ -44,6 +44,7 @@ def _loader(
     collate_fn: Callable[[list[Any]], Any] | None,
     config: Config,
     world: World,
+    shuffle: bool,
 ) -> DataLoader | CurriculumLoader | None:
     if training_data is None:
         if collate_fn is not None:
@@ -57,6 +58,7 @@ def _loader(
         training_data,
         batch_size=config.batch_sizes(world.size).micro,
         collate_fn=collate_fn,
+        shuffle=shuffle,
         drop_last=config.dataloader_drop_last,
         seed=config.runtime.seed,
         world=world,
@@ -263,8 +265,9 @@ def make_engine(
     dist_init_required: bool | None = None,
     distributed_port: int = _C.DEFAULT_PORT,
     mpu: object = None,
+    shuffle: bool = True,
 ) -> tuple[Engine, DeeptideOptimizer | None, DataLoader | CurriculumLoader | None, Any]:
-    """`initialize` with another class of engine, for interfaces under other names; `plan`: what is optimized."""
+    """`initialize` of another class of engine, for other interfaces. `plan`: is optimized; `shuffle`: the loader's."""
     if lr_scheduler is not None and config.scheduler.type:
         config = config.without_scheduler()
     timeout_s = config.runtime.comm_timeout_s
@@ -274,10 +277,10 @@ def make_engine(
     team = _tensor_team(config, model, world, stages, mpu)
     if tuning_run is not None and plan is not None:
         kind = tuning_run.begin(kind, model, config, plan, world, stages * (team.size if team else 1))
-    loader = _loader(training_data, collate_fn, config, _data_world(world, stages, team.size if team else 1))
+    ranks = _data_world(world, stages, team.size if team else 1)
+    loader = _loader(training_data, collate_fn, config, ranks, shuffle)
     if plan is not None:
-        placed = {id(p) for group in plan.param_groups for p in group["params"]}
-        plan.left_out = [p for p in model.parameters() if p.requires_grad and id(p) not in placed]
+        plan.note_left_out(model)
     groups = plan.core_groups(config) if plan is not None else []
     optimizer_type = plan.override if plan is not None else ""
     core = None

@@ -62,6 +62,11 @@ class OptimizerPlan:
             groups.append(_C.ParameterGroup(names, values))
         return groups
 
+    def note_left_out(self, model: torch.nn.Module) -> None:
+        """Notes what of the model is trainable, and in none of the groups."""
+        placed = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        self.left_out = [p for p in model.parameters() if p.requires_grad and id(p) not in placed]
+
     def defaults_of(self, group: ParamGroup, config: Config) -> Hyperparameters:
         """The configuration's for a group: Muon has others for what it does not orthogonalize."""
         optimizer = config.optimizer

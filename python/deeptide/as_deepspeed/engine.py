@@ -262,6 +262,10 @@ class DeepSpeedEngine(EngineAnswers, BatchSizeMethods, Engine, torch.nn.Module):
         self._clean = True
         return path, _client_state.unpacked(state)
 
+    def autotp_size(self) -> int:
+        """How many ranks share each layer; 0: the whole model is on each."""
+        return 0 if self.tensor_team is None else self.tensor_team.size
+
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Whether saves at stage 3 gather the weights."""
         return bool(self._config.zero.gather_16bit_weights_on_model_save)

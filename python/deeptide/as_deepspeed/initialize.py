@@ -127,8 +127,9 @@ def initialize(
         if plan is None and parsed.scheduler.type:
             parsed = parsed.without_scheduler()
         engine, optimizer, loader, scheduler = make_engine(
-            _kind_for(model), model, parsed, plan, lr_scheduler, training_data, collate_fn, mpu=mpu
-        )
+            _kind_for(model), model, parsed, plan, lr_scheduler, training_data, collate_fn, mpu=mpu,
+            shuffle=not is_pipeline(model),  # DeepSpeed's pipelines take samples in the data's order
+        )  # fmt: skip
     assert isinstance(engine, DeepSpeedEngine)
     engine.given_config = given
     _dress(engine, model)

@@ -64,9 +64,15 @@ class PipelineEngine(Engine):
         self._is_in_step = False  # of the schedule
         outputs = json.loads(_C.config_section(self._config, "parallel"))["pipeline"]["outputs"]
         self._broadcasts = self._stage is not None and outputs == "broadcast"  # what the program gets, to all stages
+        self._recompute_as_asked()
         self._check_keeping(by_schedule=isinstance(self._cut, PipelineModule) or self._cut.num_chunks > 1)
         self._connect()
         self._say_if_few()
+
+    def _recompute_as_asked(self) -> None:
+        interval = json.loads(_C.config_section(self._config, "pipeline"))["activation_checkpoint_interval"]
+        if interval > 0 and isinstance(self._cut, PipelineModule):
+            self._cut.set_checkpoint_interval(interval)
 
     def _connect(self) -> None:
         """Lets the model run whole without gradients; it outlives the engine."""
@@ -308,6 +314,7 @@ class PipelineEngine(Engine):
         self, data_iter: Iterator[Any] | None = None, loss_fn: _batches.LossFunction | None = None
     ) -> torch.Tensor:
         """Trains as any engine does, over all stages. Under "wall_clock_breakdown", rank 0 tells the step's bubble."""
+        self._recompute_as_asked()
         self._check_keeping(by_schedule=True)
         loss = super().train_batch(data_iter, loss_fn)
         is_due = self.global_steps % (self.steps_per_print() or 1) == 0

@@ -106,15 +106,11 @@ class PipelineModule(torch.nn.Module):
         self.stage_id = _C.stage_of_rank(rank, stages, num_ranks)
         self.num_chunks = self._checked(chunks)
         self.loss_fn = loss_fn
-        self.activation_checkpoint_interval = activation_checkpoint_interval
+        self.set_checkpoint_interval(activation_checkpoint_interval)
         self._recompute = activation_checkpoint_func or _recompute
         self._recomputed_types = checkpointable_layers
         self._specs = list(layers)
         self._given_topology = topology
-        if activation_checkpoint_interval < 0:
-            raise ValueError(
-                f"activation_checkpoint_interval: got {activation_checkpoint_interval}, expected 0 or more"
-            )
         self.parts = bounds_of(
             self._specs,
             stages * self.num_chunks,
@@ -226,6 +222,12 @@ class PipelineModule(torch.nn.Module):
         for begin in range(first, last, interval):
             end = min(begin + interval, last)
             yield self._is_recomputed(self._kinds[begin:end]), self._steps[begin:end]
+
+    def set_checkpoint_interval(self, interval: int) -> None:
+        """So many layers are recomputed together in backward from now on; 0: none. Errors: ValueError if negative."""
+        if interval < 0:
+            raise ValueError(f"activation_checkpoint_interval: got {interval}, expected 0 or more")
+        self.activation_checkpoint_interval = interval
 
     def reads_batches(self) -> bool:
         """The first stage takes the inputs, the last one the labels."""

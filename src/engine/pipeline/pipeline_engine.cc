@@ -69,7 +69,11 @@ struct PipelineEngine::Impl {
         schedule(chosen_schedule(config, *model)),
         engine(describe(*model), config, looking(options)),
         stage(model->num_stages() > 1 ? std::make_unique<PipelineStage>(engine) : nullptr),
-        run(engine, stage.get(), *model, loss) {}
+        run(engine, stage.get(), *model, loss) {
+    const JsonValue section = parse_json(binding::section_text(config, "pipeline"), "the section");
+    const auto interval = static_cast<int>(section.find("activation_checkpoint_interval")->value.number);
+    if (interval > 0) model->set_checkpoint_interval(interval);
+  }
 
   InitOptions looking(const InitOptions& options) const {
     InitOptions found = options_of(*model, options);

@@ -34,16 +34,18 @@ Activations run_recomputed(std::span<const PipelineLayer::Forward> steps, size_t
   return values;
 }
 
+void check_interval(int interval) {
+  if (interval >= 0) return;
+  throw ConfigError(format_text(
+      "PipelineModule: activation_checkpoint_interval: got {}, expected a number of layers, or 0", interval));
+}
+
 void check(const PipelineOptions& options, size_t num_layers) {
   if (options.chunks < 1) {
     throw ConfigError(
         format_text("PipelineModule: chunks: got {}, expected 1 or more runs of layers on each stage", options.chunks));
   }
-  if (options.activation_checkpoint_interval < 0) {
-    throw ConfigError(
-        format_text("PipelineModule: activation_checkpoint_interval: got {}, expected a number of layers, or 0",
-                    options.activation_checkpoint_interval));
-  }
+  check_interval(options.activation_checkpoint_interval);
   const std::vector<int64_t>& bounds = options.bounds;
   if (bounds.empty()) return;
   const bool covers = bounds.front() == 0 && bounds.back() == static_cast<int64_t>(num_layers);
@@ -156,6 +158,11 @@ void PipelineModule::add(const Layers& layers, int64_t index,
 bool PipelineModule::trains(int chunk) const {
   const bool any = std::ranges::find(trains_, true) != trains_.end();
   return !any || trains_.at(static_cast<size_t>(chunk));
+}
+
+void PipelineModule::set_checkpoint_interval(int interval) {
+  check_interval(interval);
+  options_.activation_checkpoint_interval = interval;
 }
 
 Activations PipelineModule::forward(Activations inputs, int chunk) const {

@@ -257,6 +257,24 @@ TEST(Pipeline, RefusesWhatCannotBe) {
             std::string::npos);
 }
 
+TEST(Pipeline, RecomputesAsManyLayersTogetherAsTheConfigurationSays) {
+  for (const int interval : {0, 2}) {
+    const std::string section = R"({"pipeline": {"activation_checkpoint_interval": )" + std::to_string(interval) + "}}";
+    run_ranks(1, [&](const World& world) {
+      int calls = 0;
+      std::vector<PipelineLayer> layers = layers_with(false);
+      layers.insert(layers.begin() + 1, PipelineLayer::function([&](const Tensor& x) {
+                      ++calls;
+                      return torch::tanh(x);
+                    }));
+      const auto model = std::make_shared<PipelineModule>(layers, options_of(world, {}));
+      PipelineEngine engine(model, loss_of, config_at(0, {}).with(section));
+      engine.train_batch(batches_of(engine));
+      EXPECT_EQ(calls, kAccumulation * (interval == 0 ? 1 : 2));
+    });
+  }
+}
+
 TEST(Pipeline, RefusesBoundsOfOtherLayers) {
   run_ranks(2, [](const World& world) {
     PipelineOptions options = options_of(world, {2});

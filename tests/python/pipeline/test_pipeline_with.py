@@ -85,18 +85,25 @@ def test_frozen_layers_hand_gradients_on():
     assert all(losses == uncut[0] for losses in cut) and cut[0][2] != cut[0][0]
 
 
-def recomputed(world, interval):
+def recomputed(world, interval, by_section=False):
     model = PipelineModule(
-        stages.layers(), 2, loss_fn=stages.loss_of, activation_checkpoint_interval=interval, world=world
+        stages.layers(),
+        2,
+        loss_fn=stages.loss_of,
+        activation_checkpoint_interval=0 if by_section else interval,
+        world=world,
     )
-    engine = deeptide.initialize(model=model, config=stages.config(3, GAS), world=world)[0]
+    section = {"pipeline": {"activation_checkpoint_interval": interval}} if by_section else {}
+    engine = deeptide.initialize(model=model, config=stages.config(3, GAS, **section), world=world)[0]
+    assert engine.module.activation_checkpoint_interval == interval
     return stages.train(engine, stages.batches(engine.data_parallel_rank, 2, STEPS, GAS), STEPS)
 
 
 @pytest.mark.both_ways
-def test_recomputed_layers_change_no_number():
+@pytest.mark.parametrize("by_section", [False, True])
+def test_recomputed_layers_change_no_number(by_section):
     for (losses, norms, states), (losses0, norms0, states0) in zip(
-        run_ranks(4, recomputed, 2), run_ranks(4, recomputed, 0), strict=True
+        run_ranks(4, recomputed, 2, by_section), run_ranks(4, recomputed, 0), strict=True
     ):
         assert losses == losses0 and norms == norms0
         assert all(torch.equal(states[name], value) for name, value in states0.items())

@@ -63,7 +63,7 @@ def begin_by_tp_model_init():
     engine = deepspeed("initialize").initialize(model=model, config=config)[0]
     assert engine.get_tensor_parallel_rank() == dist.get_rank()
     assert engine.dp_world_size == 1
-    assert engine.mp_world_size == SIZE
+    assert engine.mp_world_size == engine.autotp_size() == SIZE
     assert engine.mesh == {"pipe": 1, "data": 1, "tensor": SIZE}
     check(engine)
 

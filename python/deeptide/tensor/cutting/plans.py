@@ -161,19 +161,24 @@ def plan_of_specs(model: nn.Module, specs: Iterable[Any], begin: Plan) -> Plan:
         if spec.get("model_types") and model_type not in spec["model_types"]:
             continue
         kind = _TYPES[spec.get("partition_type", "column")]
-        found = False
+        found, other = False, ""
         for path, module in modules.items():
+            if module._parameters.get("weight") is None:
+                continue
             if not any(re.match(pattern, f"{path}.weight") for pattern in spec["patterns"]):
+                continue
+            if kind != WHOLE and not is_linear(module):  # as ".*\\.weight$" matches norms
+                other = other or f"'{path}', a {type(module).__name__}"
                 continue
             found = True
             plan.pop(path, None)
             if kind == WHOLE:
                 continue
-            if not is_linear(module):
-                raise ConfigError(f"{where} matches '{path}', a {type(module).__name__}; expected linear layers")
             features = features_of(module)[1 if kind == COLUMN else 0]
             blocks = _blocks_of(spec.get("shape"), features, where) if kind == COLUMN else None
             plan[path] = Cut(kind, bool(spec.get("gather_output")) and kind == COLUMN, blocks)
+        if not found and other:
+            raise ConfigError(f"{where} matches {other}; expected linear layers")
         if not found and not spec.get("model_types"):
             raise ConfigError(f"{where}: no layer of the model matches {list(spec['patterns'])}")
     return plan

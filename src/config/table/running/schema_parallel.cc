@@ -7,17 +7,22 @@ namespace deeptide::config {
 namespace {
 
 Key pipeline_section() {
-  return section("pipeline", "Pipeline parallelism.",
+  const char* const by_module =
+      "the arguments of PipelineModule rule; parallel.pipeline and parallel.schedule are read";
+  return section("pipeline", "Pipelines of a PipelineModule.",
                  {
-                     integer("stages", {}, "Stages.").at_least(1),
-                     word("partition", "best", "How layers are shared out."),
-                     flag("seed_layers", false, "Seed each layer by its number."),
-                     integer("activation_checkpoint_interval", 0, "Layers between checkpoints.").at_least(0),
-                     flag("pipe_partitioned", true, "Share out activations between stages."),
-                     flag("grad_partitioned", true, "Share out gradients between stages."),
-                     flag("use_reentrant", true, "Reentrant checkpoints."),
+                     integer("stages", {}, "Stages.").at_least(1).never(by_module),
+                     word("partition", "best", "How layers are shared out.").never(by_module),
+                     flag("seed_layers", false, "Seed each layer by its number.").never(by_module),
+                     integer("activation_checkpoint_interval", 0,
+                             "Layers that are recomputed together in backward; 0: as many as the module says.")
+                         .at_least(0),
+                     flag("pipe_partitioned", true, "Share out activations between stages.").never(by_module),
+                     flag("grad_partitioned", true, "Share out gradients between stages.").never(by_module),
+                     flag("use_reentrant", true, "Reentrant checkpoints.")
+                         .never("recomputation is without reentrance, which gives the same numbers"),
                  })
-      .never("the arguments of PipelineModule rule; parallel.pipeline and parallel.schedule are read");
+      .read_by("deeptide.pipeline.PipelineEngine");
 }
 
 Key parallel_section() {

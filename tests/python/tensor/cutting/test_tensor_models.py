@@ -10,7 +10,7 @@ from conftest import run_ranks
 
 import deeptide
 from deeptide.tensor import entry, losses, make_team, split_model, team_of
-from deeptide.tensor.cutting.plans import own_plan
+from deeptide.tensor.cutting.plans import own_plan, plan_of_specs
 from deeptide.tensor.cutting.split import plan_for
 
 transformers = pytest.importorskip("transformers")
@@ -237,7 +237,19 @@ def test_what_cannot_be_cut_is_refused_by_name():
     assert "no layer of the model matches" in refusal("llama", 1, specs=[spec])
     spec = {"patterns": [r".*q_proj\.weight"], "partition_type": "diagonal"}
     assert 'got "diagonal"' in refusal("llama", 1, specs=[spec]).replace("'", '"')
+    spec = {"patterns": [r".*norm\.weight"], "partition_type": "row"}
+    assert "matches 'model.layers.0.input_layernorm', a LlamaRMSNorm; expected linear" in refusal(
+        "llama", 1, specs=[spec]
+    )
     assert "names no layer to cut" in refusal("llama", 1, use_rule=False)
+
+
+def test_a_pattern_of_all_weights_means_those_of_linear_layers():
+    """DeepSpeed looks at no other modules."""
+    model = make("llama")
+    plan = plan_of_specs(model, [{"patterns": [r".*\.weight$"], "partition_type": "column"}], {})
+    assert plan.keys() == {path for path, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert {cut.kind for cut in plan.values()} == {"column"}
 
 
 class Odd(torch.nn.Module):
