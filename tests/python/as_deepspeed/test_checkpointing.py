@@ -91,6 +91,18 @@ def test_a_section_of_the_configuration_says_the_same():
     assert [rows for _, rows, _ in train(checkpointing.checkpoint)[1][0]] == [LAYERS + 2]
 
 
+def test_arguments_by_keyword_get_gradients_too():
+    value, scale = (torch.randn(4, requires_grad=True) for _ in range(2))
+
+    def of_names(x, *, scale, offset):
+        return (x * scale + offset).square()
+
+    checkpointing.checkpoint(of_names, value, scale=scale, offset=1.5).sum().backward()
+    expected = 2 * (value * scale + 1.5).detach()
+    torch.testing.assert_close(value.grad, expected * scale.detach())
+    torch.testing.assert_close(scale.grad, expected * value.detach())
+
+
 def test_contiguous_checkpointing_needs_a_number():
     checkpointing.set_num_layers(0)
     with pytest.raises(ValueError, match="contiguous_checkpointing needs num_checkpoints"):

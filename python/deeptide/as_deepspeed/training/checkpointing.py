@@ -156,9 +156,15 @@ def _run(function: Callable[..., Any], args: tuple[Any, ...], use_reentrant: boo
     return outputs
 
 
-def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """function(*args), whose activations backward computes again."""
-    return _run(function, args, use_reentrant=True)
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """function(*args, **kwargs), whose activations backward computes again."""
+    if not kwargs:
+        return _run(function, args, use_reentrant=True)
+
+    def by_place(*given: Any) -> Any:  # a reentrant checkpoint gives gradients to what it is given by place
+        return function(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
+
+    return _run(by_place, (*args, *kwargs.values()), use_reentrant=True)
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
