@@ -75,26 +75,29 @@ bool adds_alike(const Tensor& place, const Product& product) {
 }
 
 void Arriving::check(const Parameter& parameter) const {
-  if (whole_.defined()) check_layout(parameter, whole_);
+  if (whole_ != nullptr) check_layout(parameter, *whole_);
 }
 
 const Tensor& Arriving::whole() {
-  if (!whole_.defined()) whole_ = at::mm(product_.left, product_.right);
-  return whole_;
+  if (whole_ == nullptr) {
+    computed_ = at::mm(product_->left, product_->right);
+    whole_ = &computed_;
+  }
+  return *whole_;
 }
 
 bool Arriving::fits(const Tensor& place) const {
-  return !whole_.defined() && place.dim() == 2 && place.is_contiguous() &&
-         place.scalar_type() == product_.left.scalar_type();
+  return whole_ == nullptr && place.dim() == 2 && place.is_contiguous() &&
+         place.scalar_type() == product_->left.scalar_type();
 }
 
 /// Avoids ATen for a plain copy: models of many small parameters make one call for each.
 void Arriving::copy_into(const Tensor& bucket, const Parameter& p) {
   if (p.numel == 0) return;  // an empty tensor has no memory to copy from
-  if (!whole_.defined()) {
+  if (whole_ == nullptr) {
     Tensor place = p.view_of(bucket);
     if (fits(place)) {
-      at::mm_out(place, product_.left, product_.right);
+      at::mm_out(place, product_->left, product_->right);
       return;
     }
   }
@@ -116,8 +119,8 @@ void Arriving::copy_into(const Tensor& bucket, const Parameter& p) {
 /// storage offset twice.
 void Arriving::add_into(const Tensor& bucket, const Parameter& p) {
   Tensor place = p.view_of(bucket);
-  if (fits(place) && adds_alike(place, product_)) {
-    place.addmm_(product_.left, product_.right);
+  if (fits(place) && adds_alike(place, *product_)) {
+    place.addmm_(product_->left, product_->right);
     return;
   }
   const Tensor& gradient = whole();

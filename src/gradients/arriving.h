@@ -15,10 +15,12 @@ struct Product {
 };
 
 /// A tensor, or a product that is computed where it goes: without memory of its own, and without a pass to add it.
+/// Refers to what it is made of, and takes no reference that would count: see HeldGradients::may_hold.
 class Arriving {
  public:
-  Arriving(const at::Tensor& gradient) : whole_(gradient) {}  // NOLINT: one of its forms
-  Arriving(const Product& product) : product_(product) {}     // NOLINT: likewise
+  Arriving(const at::Tensor& gradient) : whole_(&gradient) {}  // NOLINT: one of its forms
+  Arriving(const Product& product) : product_(&product) {}     // NOLINT: likewise
+  Arriving(const Arriving&) = delete;
 
   /// Errors: ValueError naming the parameter, for a gradient of a layout that no bucket takes.
   void check(const sharding::Parameter& parameter) const;
@@ -33,8 +35,9 @@ class Arriving {
   /// Whether the product can be computed in the place.
   bool fits(const at::Tensor& place) const;
 
-  at::Tensor whole_;  // undefined: of the product, not computed yet
-  Product product_;
+  const at::Tensor* whole_ = nullptr;  // null: the product's is not computed yet
+  const Product* product_ = nullptr;
+  at::Tensor computed_;
 };
 
 /// Errors: ValueError naming the parameter, for a gradient of a layout that no bucket takes.
