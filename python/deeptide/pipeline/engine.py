@@ -314,7 +314,6 @@ class PipelineEngine(Engine):
         self, data_iter: Iterator[Any] | None = None, loss_fn: _batches.LossFunction | None = None
     ) -> torch.Tensor:
         """Trains as any engine does, over all stages. Under "wall_clock_breakdown", rank 0 tells the step's bubble."""
-        self._recompute_as_asked()
         self._check_keeping(by_schedule=True)
         loss = super().train_batch(data_iter, loss_fn)
         is_due = self.global_steps % (self.steps_per_print() or 1) == 0

@@ -96,7 +96,11 @@ def recomputed(world, interval, by_section=False):
     section = {"pipeline": {"activation_checkpoint_interval": interval}} if by_section else {}
     engine = deeptide.initialize(model=model, config=stages.config(3, GAS, **section), world=world)[0]
     assert engine.module.activation_checkpoint_interval == interval
-    return stages.train(engine, stages.batches(engine.data_parallel_rank, 2, STEPS, GAS), STEPS)
+    if by_section:
+        engine.module.set_checkpoint_interval(1)  # the program's last word
+    found = stages.train(engine, stages.batches(engine.data_parallel_rank, 2, STEPS, GAS), STEPS)
+    assert not by_section or engine.module.activation_checkpoint_interval == 1
+    return found
 
 
 @pytest.mark.both_ways

@@ -161,14 +161,14 @@ def plan_of_specs(model: nn.Module, specs: Iterable[Any], begin: Plan) -> Plan:
         if spec.get("model_types") and model_type not in spec["model_types"]:
             continue
         kind = _TYPES[spec.get("partition_type", "column")]
-        found, other = False, ""
+        found, other = False, dict[str, str]()
         for path, module in modules.items():
             if module._parameters.get("weight") is None:
                 continue
             if not any(re.match(pattern, f"{path}.weight") for pattern in spec["patterns"]):
                 continue
             if kind != WHOLE and not is_linear(module):  # as ".*\\.weight$" matches norms
-                other = other or f"'{path}', a {type(module).__name__}"
+                other[path] = type(module).__name__
                 continue
             found = True
             plan.pop(path, None)
@@ -178,7 +178,8 @@ def plan_of_specs(model: nn.Module, specs: Iterable[Any], begin: Plan) -> Plan:
             blocks = _blocks_of(spec.get("shape"), features, where) if kind == COLUMN else None
             plan[path] = Cut(kind, bool(spec.get("gather_output")) and kind == COLUMN, blocks)
         if not found and other:
-            raise ConfigError(f"{where} matches {other}; expected linear layers")
+            path, name = next(iter(other.items()))
+            raise ConfigError(f"{where} matches '{path}', a {name}; expected linear layers")
         if not found and not spec.get("model_types"):
             raise ConfigError(f"{where}: no layer of the model matches {list(spec['patterns'])}")
     return plan
