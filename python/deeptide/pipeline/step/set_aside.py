@@ -142,10 +142,10 @@ class _Later(NamedTuple):
             )
         leaf = self.weight.weight
         factors = self.weight.factors(self.inputs, self.gradient)
-        is_taken = not factors.is_transposed and factors.left.dtype == leaf.dtype
-        is_taken = is_taken and take(leaf, factors.left, factors.right)
-        own = [] if is_taken else [(leaf, factors.product().to(leaf.dtype))]
-        return own + self.weight.bias_gradient(self.inputs, self.gradient)
+        lies_alike = not factors.is_transposed and factors.left.dtype == leaf.dtype
+        if lies_alike and take(leaf, factors.left, factors.right):
+            return self.weight.bias_gradient(self.inputs, self.gradient)
+        return self.weight.own_gradients(self.inputs, self.gradient)
 
 
 class SetAside:
