@@ -3,6 +3,8 @@
 // The one file that compiles std::regex.
 #include "base/libraries/pattern.h"
 
+#include <array>
+#include <locale>
 #include <regex>
 
 namespace deeptide {
@@ -14,13 +16,31 @@ constexpr auto kSyntax = std::regex_constants::ECMAScript | std::regex_constants
 constexpr auto kSyntax = std::regex_constants::ECMAScript;
 #endif
 
+/// libstdc++ fills a facet's tables of characters at their first use, without a lock, and patterns of ranks that are
+/// threads read them side by side: the tables are filled here, under the lock of a static.
+void fill_tables_of_characters() {
+  static const bool filled = [] {
+    const auto& characters = std::use_facet<std::ctype<char>>(std::locale());
+    std::array<char, 2> text{'a', 'z'}, copy{};
+    characters.widen(text.data(), text.data() + text.size(), copy.data());
+    characters.narrow(text.data(), text.data() + text.size(), '\0', copy.data());
+    return true;
+  }();
+  static_cast<void>(filled);
+}
+
+std::regex compiled(const std::string& text) {
+  fill_tables_of_characters();
+  return std::regex(text, kSyntax);
+}
+
 }  // namespace
 
 struct Pattern::Regex {
   std::regex compiled;
 };
 
-Pattern::Pattern(const std::string& text) try : regex_(std::make_shared<Regex>(Regex{std::regex(text, kSyntax)})) {
+Pattern::Pattern(const std::string& text) try : regex_(std::make_shared<Regex>(Regex{::deeptide::compiled(text)})) {
 } catch (const std::regex_error& error) {
   throw PatternError(error.what());
 }
