@@ -84,6 +84,7 @@ class Blocks(nn.Module):
             self.head.weight = self.embed.weight
         self.is_masked = not program.get("even")
         self.lends, self.recomputes = program["lent"], program["recompute"]
+        self.evaluates = slice(*program.get("evaluates", (0, None)))
         self.skips, self.half, self.kept = program.get("skips", ""), program["blocks"] // 2, []
         for block in blocks if self.skips == "hooks" else ():  # as Transformers takes routers' logits
             block.norm.register_forward_hook(lambda module, given, output: self.kept.append(output.square().mean()))
@@ -101,7 +102,8 @@ class Blocks(nn.Module):
         if self.lends:
             hidden = hidden + self.places[: tokens.shape[1]]
         memory, number = None, 0
-        for blocks in (self.encoder.blocks, self.decoder.blocks) if hasattr(self, "decoder") else (self.blocks,):
+        single = [] if hasattr(self, "decoder") else self.blocks if self.training else self.blocks[self.evaluates]
+        for blocks in (self.encoder.blocks, self.decoder.blocks) if hasattr(self, "decoder") else (single,):
             for block in blocks:
                 if self.recomputes and self.training:
                     hidden = torch.utils.checkpoint.checkpoint(block, hidden, mask, memory, use_reentrant=False)

@@ -7,6 +7,7 @@ The other programs compare that with torch.
 program = {"seed", "form": layers | blocks, "pair": an encoder and a decoder, "blocks", "width", "tie", "lent",
            "words": torch's embedding and head, "gated": blocks', "frozen": [parts of names], "recompute",
            "batch": dict | tuple | loss_fn, "optimizer": a section, "clipping", "skips": "" | mirror | collect | hooks,
+           "evaluates": [first, end] of the blocks that an evaluation calls, without a pair,
            "hosts": 1 | 2: with two, each has a folder of its own, where all phases have two data ranks,
            "accelerator": that of actions/accelerators.py, for what is cut, and "apart": ranks share no memory; or None,
            "even": lengths, and blocks without masks, as phases have them whose ranks keep a part of the positions,
@@ -100,7 +101,7 @@ def program_of(seed, on_accelerator=None):
         drawn = kept.choice(["recompute", "files", "64KiB", "1GiB"]) if kept.random() < 0.3 else None
         phase["activations"] = drawn if form == "blocks" else None
     return {
-        "seed": seed, "form": form, "pair": pair, "blocks": draw.randint(4, 6),
+        "seed": seed, "evaluates": _evaluates(seed, phases), "form": form, "pair": pair, "blocks": draw.randint(4, 6),
         "width": draw.choice([4, 6]), "tie": tie, "gated": random.Random(f"gated {seed}").random() < 0.4,
         "lent": form == "blocks" and draw.random() < 0.4, "words": form == "blocks" and draw.random() < 0.5,
         "skips": skips, "even": any(phase["by_parts"] for phase in phases), "frozen": [] if tie else frozen,
@@ -108,6 +109,13 @@ def program_of(seed, on_accelerator=None):
         "optimizer": {"type": optimizer, "params": {"lr": 0.02}}, "clipping": draw.choice([0.0, 0.0, 0.5]),
         "hosts": stores.choice([1, 2]), "phases": phases, "accelerator": _accelerator_of(seed, on_accelerator, phases),
     }  # fmt: skip
+
+
+def _evaluates(seed, phases):
+    """All blocks, or some, so that a stage may have none of them. Positions in parts need the first and the last."""
+    draw = random.Random(f"evaluates {seed}")
+    first, takes_all = draw.randrange(4), any(phase["by_parts"] for phase in phases)
+    return [0, 6] if takes_all or draw.random() < 0.6 else [first, draw.randint(first + 1, 6)]
 
 
 def _accelerator_of(seed, wanted, phases):

@@ -232,8 +232,9 @@ std::optional<StepOutcome> Stepper::step(bool joined) {
   }
   if (all([](const Close& c) { return c.joined; })) return std::nullopt;
   parts_.reducer->finish(most_rounds(closes));
+  const bool may_have_none = parts_.channels.stages() != nullptr;  // a program may call none of a stage's blocks
   TORCH_CHECK_VALUE(
-      parts_.model.trainable().empty() || parts_.reducer->has_gradient() ||
+      may_have_none || parts_.model.trainable().empty() || parts_.reducer->has_gradient() ||
           !all([](const Close& c) { return !c.has_gradient; }),
       "step() before backward(): no rank has a gradient. Call engine.backward(loss) or loss.backward() first. If you "
       "did, the model's parameters are no longer those given to initialize: load_state_dict(assign=True) and the "

@@ -4,14 +4,15 @@
 
 Every stage runs the model's own program. Blocks of earlier stages are passed over and give tensors without bytes, as
 does what the first stage computes before them. At the first of its own blocks the stage puts in what the stage before
-handed on; at the first block of the next stage it ends, with what that block was called with.
+handed on; at the first block of the next stage it ends, with what that block was called with. A program that
+calls none of a stage's blocks goes on without them: what came is handed on.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from deeptide._model.recomputation import in_backward, kept_as_they_are
 from deeptide.pipeline.cutting.digest import digest
 from deeptide.pipeline.errors import PipelineError
+from deeptide.pipeline.passing.carried import CARRIED, completed, is_carried, placed, take_in
 from deeptide.pipeline.passing.derived import Derived
 from deeptide.pipeline.passing.elsewhere import Elsewhere, ElsewhereError, MadeElsewhere, elsewhere_in, with_received
 from deeptide.pipeline.passing.hidden import Hidden
@@ -33,8 +35,8 @@ if TYPE_CHECKING:
     from deeptide.pipeline.cutting.blocks import Chain
     from deeptide.pipeline.cutting.calls import Calls
 
-_CARRIED = "tensors that a block is called with, by their places"  # what travels under this key
 _VOID = object()  # the output of a forward that lacked a value
+_PROGRAMS_DIFFER = "the stages' programs differ, as by a branch on the rank, random numbers of Python or their batches"
 
 
 class _HandedOn(BaseException):
@@ -117,7 +119,7 @@ class Passage:
         self._digest: int | None = 0
         self._lacks = False  # a value, in a forward that is made again
         self._at = -1  # the last block that was called
-        self._has_begun = False  # an own block was called
+        self._has_begun = False  # an own block, or a later one, was called
         self._known: set[Any] = set()  # signatures of forwards that were looked at
         self._signature: Any = None
         self._guard: _NoDraws | None = None
@@ -140,7 +142,7 @@ class Passage:
         if part > 0 and received is None:
             return None
         self._received, self._digest, skips = received if part > 0 else (None, 0, ({}, {}))
-        self._carries |= _is_carried(self._received)
+        self._carries |= is_carried(self._received)
         self._at, self._has_begun, self._is_running, self._lacks, self._has_ended = -1, False, True, False, False
         self._counts.clear()
         hooks = self._skips.begin(kind, part, skips)
@@ -149,7 +151,9 @@ class Passage:
             if output is _VOID:
                 return None
             self._check_end()
-            return _completed(output) if self._carries and self._here == self._last else output
+            if self._here < self._last and not self._has_ended:
+                return {CARRIED: {}} if self._carries else (), _ended_after(self._at), self._skips.handed_on()
+            return completed(output) if self._carries and self._here == self._last else output
         finally:
             self._skips.end(hooks)
             self._is_running, self._received = False, None
@@ -204,18 +208,15 @@ class Passage:
         return self._names[number]
 
     def _check_end(self) -> None:
-        if self._here < self._last and not self._has_ended:
+        if self._here > 0 and not self._has_begun and self._digest not in (None, _ended_after(self._at)):
             raise PipelineError(
-                f"{self._where()}: the model's forward ended without a block of the next stage, after "
-                f"{'none' if self._at < 0 else self._name(self._at)} of its blocks; {self._cure}"
+                f"{self._where()}: the model's forward ended after "
+                f"{'none' if self._at < 0 else self._name(self._at)} of its blocks, and stage {self._before()} went on "
+                f"to another one: {_PROGRAMS_DIFFER}"
             )
-        self._check_begun()
 
-    def _check_begun(self) -> None:
-        if self._here > 0 and not self._has_begun:
-            raise PipelineError(
-                f"{self._where()}: the model's forward called none of this stage's blocks; {self._cure}"
-            )
+    def _before(self) -> int:
+        return (self._here - 1) % self._num_stages
 
     def _goes_without(self, tensors: Iterable[Elsewhere]) -> bool:
         """Whether a forward goes on without what these tensors need, noted for the next one."""
@@ -269,7 +270,10 @@ class Passage:
         self._skips.enter(block.number)
         try:
             if part < self._here:
-                return self._pass_over(block, call, args, kwargs)
+                output = self._pass_over(block, call, args, kwargs)
+                if self._digest == _ended_after(block.number):
+                    self._skips.begin_own()
+                return output
             output = self._compute_block(part, block, call, args, kwargs)
             return self._skips.returned(self._name(block.number), output)
         finally:
@@ -291,22 +295,21 @@ class Passage:
         """An own block's output; a block of a later part ends the forward."""
         self._end_guard()
         args, kwargs = with_received((args, kwargs)) if self._carries else (args, kwargs)
-        if part > self._here:
-            self._hand_on(block, args, kwargs)
         if not self._has_begun:
             self._has_begun = True
             self._skips.begin_own()
             args, kwargs = self._begin(block, args, kwargs)
             self._watch(at_part=1)
+        if part > self._here:
+            self._hand_on(block, args, kwargs)
         if not self._check_arguments(block, (args, kwargs)):
             args, kwargs = with_zeros((args, kwargs))
         return call(*args, **kwargs) if self._derived is None else self._derived.call(call, args, kwargs)
 
     def _hand_on(self, block: _Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._check_begun()
         handed, besides = block.take_apart(args, kwargs)
-        carried = self._carried(handed, besides, dict(_placed((args, kwargs))))
-        sent = {_CARRIED: carried} if self._carries else handed
+        carried = self._carried(handed, besides, dict(placed((args, kwargs))))
+        sent = {CARRIED: carried} if self._carries else handed
         for tensor in elsewhere_in(sent):
             if not self._goes_without([tensor]):
                 raise ElsewhereError(f"what {self._name(block.number)} is called with depends on '{tensor.origin}'")
@@ -324,27 +327,26 @@ class Passage:
         return {place: tensor for place, tensor in given.items() if place not in self._stays[self._signature]}
 
     def _begin(self, block: _Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
-        """The arguments of the first own block, with what the stage before handed on."""
+        """The arguments of the first block of this stage or a later one, with what the stage before handed on."""
         if self._here == 0:
             return args, kwargs
-        is_carried = _is_carried(self._received)
-        is_alike = not is_carried or _take_in((args, kwargs), self._received[_CARRIED])
-        args, kwargs = with_received((args, kwargs)) if is_carried else (args, kwargs)
+        has_carried = is_carried(self._received)
+        is_alike = not has_carried or take_in((args, kwargs), self._received[CARRIED])
+        args, kwargs = with_received((args, kwargs)) if has_carried else (args, kwargs)
         handed, besides = block.take_apart(args, kwargs)
         is_whole = self._check_arguments(block, besides) and self._digest is not None
-        if is_whole and (not is_alike or self._digest != digest((block.number, besides), with_floats=False)):
-            before = (self._here - 1) % self._num_stages
+        differs = is_whole and (not is_alike or self._digest != digest((block.number, besides), with_floats=False))
+        if differs or _is_end(self._digest):
             raise PipelineError(
-                f"{self._where()}: {self._name(block.number)} is called with other arguments than stage {before} ended "
-                "with, or in the place of another block: the stages' programs differ, as by a branch on the rank, "
-                "random numbers of Python or their batches"
+                f"{self._where()}: {self._name(block.number)} is called with other arguments than stage "
+                f"{self._before()} ended with, or in the place of another block: {_PROGRAMS_DIFFER}"
             )
         if self._trains and not torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(self._received)):
             raise ElsewhereError(
                 f"block {self._name(block.number)} is called without gradients though it is handed some, as by a "
                 "reentrant checkpoint around the call: give that use_reentrant=False"
             )
-        if is_carried:
+        if has_carried:
             return args, kwargs
         for tensor in elsewhere_in(handed):
             tensor.handed = self._received  # type: ignore[attr-defined] # for a recomputation
@@ -410,39 +412,13 @@ class Passage:
             return call(*args, **kwargs)
 
 
-def _is_carried(received: Any) -> bool:
-    return isinstance(received, dict) and _CARRIED in received
+def _ended_after(block: int) -> int:
+    """In the place of a digest: the program ended without a block of a later part, and this one was its last."""
+    return -2 - block
 
 
-def _placed(tree: Any, place: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a call with the keys that lead to them, which one that is None now and then does not shift."""
-    if isinstance(tree, torch.Tensor):
-        yield place, tree
-    elif isinstance(tree, (tuple, list, dict)):
-        for key, item in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from _placed(item, f"{place}.{key}")
-
-
-def _take_in(arguments: Any, received: dict[str, torch.Tensor]) -> bool:
-    """Gives tensors of other stages the values that came. False: they are not those of the sender, or not so shaped."""
-    given = dict(_placed(arguments))
-    for place, value in received.items():
-        tensor = given.get(place)
-        if tensor is None or tensor.shape != value.shape:
-            return False
-        if isinstance(tensor, Elsewhere) and not tensor.is_held:
-            tensor.received = value
-    return True
-
-
-def _completed(output: Any) -> Any:
-    """A model's output with what was received in it, such as an encoder's last state."""
-    if isinstance(output, dict):
-        for key, value in output.items():
-            if isinstance(value, Elsewhere) and value.received is not None:
-                output[key] = value.received
-        return output
-    return with_received(output)
+def _is_end(number: int | None) -> bool:
+    return number is not None and number < 0
 
 
 def kind_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

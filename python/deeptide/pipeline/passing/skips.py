@@ -44,7 +44,7 @@ class Skips:
         self._own: dict[str, tuple[torch.Tensor, int]] = {}  # values computed here, with their versions
         self._calls: Counter[tuple[int, str]] = Counter()
         self._block = -1
-        self._has_begun = False  # an own block
+        self._has_begun = False  # what no earlier stage computes
 
     # -- kinds of forwards --------------------------------------------------------------------------------------------
 
@@ -119,7 +119,7 @@ class Skips:
         self._own, self.received, self._marks = {}, {}, {}
 
     def begin_own(self) -> None:
-        """The first own block is called. No earlier stage comes so far, so no later output is of one."""
+        """The first own block is called, or there is none. No earlier stage comes so far, so no output is of one."""
         self._has_begun = True
 
     def enter(self, block: int) -> None:
