@@ -188,7 +188,12 @@ class Hosts:
         folder = self.folder / "bin"
         folder.mkdir(exist_ok=True)
         # A script, not a link: mpirun looks for its daemons beside the name that it was called by, Intel's in PATH.
-        (folder / "mpirun").write_text(f'#!/bin/sh\nPATH={os.path.dirname(mpirun)}:$PATH exec {mpirun} "$@"\n')
+        # Shells change the order of variables, and MPICH loses the last one.
+        (folder / "mpirun").write_text(
+            f"#!{sys.executable} -IS\nimport os, sys\n"
+            f"os.environ['PATH'] = '{os.path.dirname(mpirun)}:' + os.environ['PATH']\n"
+            f"os.unsetenv('LC_CTYPE')\nos.execv('{mpirun}', ['{mpirun}', *sys.argv[1:]])\n"
+        )
         (folder / "mpirun").chmod(0o755)
         env = {
             "PATH": f"{folder}:{self.environment['PATH']}",

@@ -43,13 +43,14 @@ std::vector<char*> pointers(std::vector<std::string>& words) {
   return result;
 }
 
+/// MPICH 4.0's Hydra hands the last variable to no other host, so what ranks need comes first.
 std::vector<std::string> merged_environment(const Environment& added) {
   std::vector<std::string> merged;
+  for (const auto& [name, value] : added) merged.push_back(name + "=" + value);
   for (char** entry = environ; *entry; ++entry) {
     const std::string line = *entry;
     if (!added.count(line.substr(0, line.find('=')))) merged.push_back(line);
   }
-  for (const auto& [name, value] : added) merged.push_back(name + "=" + value);
   return merged;
 }
 

@@ -26,6 +26,14 @@ TEST(Environment, TellsEachRankItsPlace) {
   EXPECT_EQ(result.errors, "");
 }
 
+/// MPICH's Hydra loses the last variable on the way to another host.
+TEST(Environment, BeginsWithWhatTheLauncherAdds) {
+  const std::string output = launch({"--num_ranks", "1", "env"}, {{"NOT_EXPORTED", "1"}}).output;
+  EXPECT_LT(output.find("] WORLD_SIZE="), output.find("] NOT_EXPORTED=")) << output;
+  EXPECT_LT(output.find("] MASTER_ADDR="), output.find("] PATH=")) << output;
+  EXPECT_LT(output.find("] PATH="), output.size());
+}
+
 TEST(Environment, LeavesARankThirtyTwoQueuesOfAGpuUnlessTheUserDecided) {
   const std::vector<std::string> command = {"--num_ranks", "1", "sh", "-c", "echo queues=$CUDA_DEVICE_MAX_CONNECTIONS"};
   expect_in("queues=32\n", launch(command).output);
