@@ -9,7 +9,6 @@
 #include <ATen/ops/equal.h>
 #include <ATen/ops/mm.h>
 
-#include <algorithm>
 #include <map>
 #include <mutex>
 #include <vector>
