@@ -247,6 +247,8 @@ def test_a_program_may_compute_the_loss_itself():
 
 def misuse(world):
     engine, given = start(world, "llama")
+    with pytest.raises(ValueError, match=r"step\(\) before backward\(\): no stage has a gradient"):
+        engine.step()
     output, loss = call(engine, next(given))
     with pytest.raises(PipelineError, match="retain_graph does not go with a pipeline"):
         engine.backward(loss, retain_graph=True)

@@ -272,6 +272,7 @@ class Passage:
             if part < self._here:
                 output = self._pass_over(block, call, args, kwargs)
                 if self._digest == _ended_after(block.number):
+                    self._end_guard()
                     self._skips.begin_own()
                 return output
             output = self._compute_block(part, block, call, args, kwargs)

@@ -37,6 +37,7 @@ class PlainLoop(StageRun):
         super().__init__(*args)
         self._forwards: list[_Forward] = []
         self._owes = False  # gradients of tied weights that have not gone to their owner
+        self._has_backward = False  # since the last step
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], broadcasts: bool) -> Any:
         """The model's output on the last stage; on the others its loss or, if it `broadcasts`, copies.
@@ -128,7 +129,7 @@ class PlainLoop(StageRun):
         self._ties.add_gradients()
         for number, forward in enumerate(forwards if self._here > 0 else ()):
             self._send("gradient", number, [tensor.grad for tensor in forward.inputs], self._here - 1)
-        self._owes = not joins
+        self._owes, self._has_backward = not joins, True
         if joins:
             self._ties.send_gradients(self._letters, self._number)
         self._stage.flush()
@@ -146,8 +147,12 @@ class PlainLoop(StageRun):
             self._stage.backward([out for out, _ in pairs], [grad for _, grad in pairs])
 
     def close(self) -> None:
-        """Before a step() of the engine."""
+        """Before a step() of the engine. Errors: ValueError if no stage has a gradient; one alone may have none."""
         assert self._stage is not None and self._letters is not None
+        if not self._has_backward:
+            self._stage.meet()
+            if not any(self._stage.exchange([float(self._engine._core.has_gradients())])):
+                raise ValueError("step() before backward(): no stage has a gradient. Call engine.backward(loss) first")
         if not self._engine.is_gradient_accumulation_boundary():
             return
         if self._owes:  # the program set the boundary after its backward
@@ -160,4 +165,4 @@ class PlainLoop(StageRun):
     def forget(self) -> None:
         """Forgets what was computed since the last step."""
         self._forwards.clear()
-        self._owes = self._ties.is_open = False
+        self._owes = self._ties.is_open = self._has_backward = False
