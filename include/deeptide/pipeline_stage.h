@@ -58,6 +58,9 @@ class DEEPTIDE_API PipelineStage {
   /// has to go to autograd instead, by `backward`: a hook of the program's asks for it, or it is no such weight's.
   /// Errors: ValueError if the factors do not fit together.
   bool add_product(const at::Tensor& weight, const at::Tensor& left, const at::Tensor& right);
+  /// The next step() goes on without a gradient in this stage: a backward has passed it, and may have reached none of
+  /// its parameters, as where the program called none of its blocks.
+  void note_backward();
   /// Collective over the ranks of this stage. Waits until all have come here; those that are behind gather meanwhile.
   void meet();
   /// Collective over the stages. Returns every stage's values, equally many, one stage after the other. Serves

@@ -99,6 +99,8 @@ bool PipelineStage::add_product(const at::Tensor& weight, const at::Tensor& left
   });
 }
 
+void PipelineStage::note_backward() { engine_.channels.stages()->note_backward(); }
+
 void PipelineStage::meet() {
   engine_.told("meet", [&] { engine_.mean(0.0); });
 }

@@ -238,6 +238,23 @@ TEST(PipelineStage, GradientsThatWaitAreDroppedAndBegunAnew) {
   });
 }
 
+TEST(PipelineStage, StepsWithoutAGradientWhereABackwardHasPassed) {
+  run_ranks(kStages * kData, [](const World& world) {
+    Whole model = make_whole();
+    Part part(model, world.rank / kData);
+    Engine engine = engine_of_stage(part, world, config_at(1));
+    PipelineStage stage(engine);
+    const Tensor before = part->parameters().front().clone();
+    for (int64_t micro = 0; micro < kAccumulation; ++micro) {
+      stage.note_backward();
+      engine.step();
+      EXPECT_NE(error_of([&] { engine.step(); }).find("no rank has a gradient"), std::string::npos);
+    }
+    EXPECT_EQ(engine.global_steps(), 1);
+    EXPECT_TRUE(torch::equal(part->parameters().front(), before));
+  });
+}
+
 using States = std::map<std::string, Tensor>;
 
 /// Masters and moments by name and role, whole.

@@ -10,6 +10,7 @@
 #include <map>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "comm/group.h"
@@ -54,6 +55,10 @@ class Stages {
   /// Waits for it, calling `meanwhile` as Mailbox::wait does. Errors: ValueError for a number that is not due.
   at::Tensor take(int64_t letter, const comm::Site& site, const std::function<void()>& meanwhile);
 
+  /// A backward has passed this stage. `take_backward` tells whether one has since it was last asked.
+  void note_backward() { has_backward_ = true; }
+  bool take_backward() { return std::exchange(has_backward_, false); }
+
  private:
   comm::Team team_;
   comm::Group control_;
@@ -62,6 +67,7 @@ class Stages {
   comm::Mailbox mail_;
   std::map<int64_t, comm::Mailbox::Letter> letters_;  // asked for and not taken, by number
   int64_t last_ = 0;
+  bool has_backward_ = false;
 };
 
 }  // namespace deeptide::engine

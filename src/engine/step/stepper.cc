@@ -232,7 +232,8 @@ std::optional<StepOutcome> Stepper::step(bool joined) {
   }
   if (all([](const Close& c) { return c.joined; })) return std::nullopt;
   parts_.reducer->finish(most_rounds(closes));
-  const bool may_have_none = parts_.channels.stages() != nullptr;  // a program may call none of a stage's blocks
+  Stages* const stages = parts_.channels.stages();
+  const bool may_have_none = stages != nullptr && stages->take_backward();  // a program may call no block of a stage
   TORCH_CHECK_VALUE(
       may_have_none || parts_.model.trainable().empty() || parts_.reducer->has_gradient() ||
           !all([](const Close& c) { return !c.has_gradient; }),

@@ -247,7 +247,7 @@ def test_a_program_may_compute_the_loss_itself():
 
 def misuse(world):
     engine, given = start(world, "llama")
-    with pytest.raises(ValueError, match=r"step\(\) before backward\(\): no stage has a gradient"):
+    with pytest.raises(ValueError, match=r"step\(\) before backward\(\): no rank has a gradient"):
         engine.step()
     output, loss = call(engine, next(given))
     with pytest.raises(PipelineError, match="retain_graph does not go with a pipeline"):

@@ -147,12 +147,10 @@ class PlainLoop(StageRun):
             self._stage.backward([out for out, _ in pairs], [grad for _, grad in pairs])
 
     def close(self) -> None:
-        """Before a step() of the engine. Errors: ValueError if no stage has a gradient; one alone may have none."""
+        """Before a step() of the engine."""
         assert self._stage is not None and self._letters is not None
-        if not self._has_backward:
-            self._stage.meet()
-            if not any(self._stage.exchange([float(self._engine._core.has_gradients())])):
-                raise ValueError("step() before backward(): no stage has a gradient. Call engine.backward(loss) first")
+        if self._has_backward:
+            self._stage.note_backward()
         if not self._engine.is_gradient_accumulation_boundary():
             return
         if self._owes:  # the program set the boundary after its backward

@@ -370,4 +370,6 @@ class StageRun:
         if piece == self._final:
             self._ended = time.perf_counter()  # the optimizer's step waits for all stages
         if piece in self._closing:
+            if self._stage is not None:
+                self._stage.note_backward()
             self._engine.close_piece()

@@ -71,8 +71,9 @@ def step_by_hand(engine, given):
 def run(world, kind, settings, by_hand=False):
     engine = deeptide.initialize(model=made(kind)(None), config=settings, world=world)[0]
     size = engine.data_parallel_size
-    given = list(families.batches("plain", engine.data_parallel_rank, size, STEPS, GAS))
-    given = iter([(*batch, *run) for batch, run in zip(given, RUNS, strict=True)])
+    rank = engine.data_parallel_rank
+    given = families.batches("plain", rank, size, STEPS, GAS)
+    given = iter([(*batch, *RUNS[number - rank]) for number, batch in enumerate(given)])  # others on each data rank
     losses, norms = [], []
     for _ in range(STEPS):
         losses.append((step_by_hand(engine, given) if by_hand else engine.train_batch(given)).item())
