@@ -102,8 +102,11 @@ class Blocks(nn.Module):
         if self.lends:
             hidden = hidden + self.places[: tokens.shape[1]]
         memory, number = None, 0
-        single = [] if hasattr(self, "decoder") else self.blocks if self.training else self.blocks[self.evaluates]
-        for blocks in (self.encoder.blocks, self.decoder.blocks) if hasattr(self, "decoder") else (single,):
+        if hasattr(self, "decoder"):
+            chains = [self.encoder.blocks, self.decoder.blocks]
+        else:
+            chains = [self.blocks if self.training else self.blocks[self.evaluates]]
+        for blocks in chains:
             for block in blocks:
                 if self.recomputes and self.training:
                     hidden = torch.utils.checkpoint.checkpoint(block, hidden, mask, memory, use_reentrant=False)

@@ -29,7 +29,7 @@ void fill_tables_of_characters() {
   static_cast<void>(filled);
 }
 
-std::regex compiled(const std::string& text) {
+std::regex compile(const std::string& text) {
   fill_tables_of_characters();
   return std::regex(text, kSyntax);
 }
@@ -40,7 +40,7 @@ struct Pattern::Regex {
   std::regex compiled;
 };
 
-Pattern::Pattern(const std::string& text) try : regex_(std::make_shared<Regex>(Regex{::deeptide::compiled(text)})) {
+Pattern::Pattern(const std::string& text) try : regex_(std::make_shared<Regex>(Regex{compile(text)})) {
 } catch (const std::regex_error& error) {
   throw PatternError(error.what());
 }

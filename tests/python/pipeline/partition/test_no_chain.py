@@ -185,6 +185,30 @@ def test_stages_that_take_different_branches_are_named():
     ), texts
 
 
+def ends_early(world, at):
+    """A branch on the rank: that of stage `at` calls none of the second stage's blocks, and the model runs on."""
+    model = Model()
+    settings = families.config(0, GAS, 2, deeptide={"error_grace": 0.2})
+    engine = deeptide.initialize(model=model, config=settings, world=world)[0]
+    blocks = list(model.blocks)[: 2 if world.rank == at else None]
+    model.through = lambda hidden: functools.reduce(lambda value, block: block(value).tanh(), blocks, hidden)
+    with pytest.raises((PipelineError, deeptide.CommError)) as raised:
+        engine.train_batch(families.batches("plain", 0, 1, 1, GAS))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("at", "text"),
+    [
+        (0, r"stage 1 of 2: blocks\.\d is called .*than stage 0 ended with, .*: the stages' programs differ"),
+        (1, r"stage 1 of 2: the model's forward ended after blocks\.1 of its blocks, and stage 0 went on to another"),
+    ],
+)
+def test_a_stage_that_ends_its_program_early_is_named(at, text):
+    texts = run_ranks(2, ends_early, at)
+    assert any(re.search(text, each) for each in texts), texts
+
+
 def meet(world, kind, settings):
     model = kind()
     engine = deeptide.initialize(model=model, config=settings, world=world)[0]
