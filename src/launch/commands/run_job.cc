@@ -69,6 +69,14 @@ int run_job(const Arguments& arguments) {
 }
 
 int run_job(Options options) {
+  if (!options.misplaced.empty()) {
+    std::fprintf(
+        stderr,
+        "[deeptide] warning: %s stands after the script, so the script gets it, which does not mention it; options "
+        "of deeptide come before the script: deeptide %s … %s\n",
+        options.misplaced.c_str(), options.misplaced.c_str(), options.command[0].c_str());
+  }
+  if (options.quiet) ::setenv("DEEPTIDE_LOG_LEVEL", "warning", /*overwrite=*/0);  // of the ranks
   const JobHosts job = find_hosts(options);
   for (const std::string& warning : job.warnings) {
     if (!options.quiet) std::fprintf(stderr, "[deeptide] %s\n", warning.c_str());

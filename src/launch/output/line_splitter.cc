@@ -10,6 +10,15 @@ constexpr size_t kTailLines = 50;
 constexpr size_t kLongestLine = 64 * 1024;  // a longer line is cut, so that binary output cannot fill the memory
 constexpr std::chrono::seconds kRedrawInterval{10};
 
+/// Removes "[rank3]: ", with which torch begins each line of an exception that ends a rank.
+void drop_rank_of_torch(std::string& line) {
+  constexpr std::string_view kBegin = "[rank";
+  if (!line.starts_with(kBegin)) return;
+  const size_t end = line.find_first_not_of("0123456789", kBegin.size());
+  if (end == kBegin.size() || end == std::string::npos || line.compare(end, 2, "]:") != 0) return;
+  line.erase(0, end + (line.compare(end, 3, "]: ") == 0 ? 3 : 2));
+}
+
 }  // namespace
 
 void LineSplitter::feed(std::string_view bytes, Clock::time_point now) {
@@ -41,6 +50,7 @@ void LineSplitter::redraw(Clock::time_point now) {
 }
 
 void LineSplitter::emit() {
+  if (!prefix_.empty()) drop_rank_of_torch(line_);
   sink_.push(prefix_ + line_ + '\n');
   if (tail_.size() == kTailLines) tail_.pop_front();
   tail_.push_back(std::move(line_));

@@ -5,10 +5,14 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <fstream>
 #include <map>
+#include <span>
+#include <sstream>
 #include <type_traits>
 #include <variant>
 
+#include "config/check/suggest.h"
 #include "deeptide/discovery.h"
 #include "launch/system/command_line.h"
 #include "launch/system/usage_error.h"
@@ -18,19 +22,37 @@ namespace {
 
 constexpr int kMaxRanks = 4096;
 
-constexpr const char* kFooter = R"(
-Python scripts (*.py, or --module) run with $VIRTUAL_ENV's or PATH's python3; anything else is run as a program.
-Each rank finds RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment.
-`--local_rank=N` is appended for Python scripts that mention this option, and for all scripts with --local_rank.
-When a rank fails, the launcher stops the others and returns the exit code of the first rank that failed
-(128 + signal number if it was killed). The first ^C stops the ranks and waits for them; the second kills them.
-
+constexpr const char* kFooter = R"(Examples:
   deeptide --num_gpus 2 train.py --deepspeed_config ds_config.json
   deeptide --num_ranks 4 build/examples/gpt/gpt --steps 100
   deeptide -H hostfile --include worker-2:0@worker-3:0,1 train.py
 
-Other commands (each answers --help): deeptide bench, checkpoint, doctor, elastic, explain, lr-range, plan, ps,
-report, ssh, stacks, top, trace, tune.)";
+Commands beside it (each answers --help):
+  plan        memory that a model needs, before it is trained
+  doctor      what this machine has, and what is wrong with it
+  explain     causes and cures of an error message
+  top, ps, stacks, trace   a live job: its losses, its ranks, where they wait
+  report      pages about finished runs
+  checkpoint  lists, shows, checks, compares, imports and exports checkpoints
+  tune, lr-range, elastic, bench, ssh)";
+
+// What --help-all adds.
+constexpr const char* kDetails = R"(
+
+Python scripts (*.py, or --module) run with $VIRTUAL_ENV's or PATH's python3;
+anything else is run as a program. Each rank finds RANK, LOCAL_RANK, WORLD_SIZE,
+LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment.
+`--local_rank=N` is appended for Python scripts that mention this option, and
+for all scripts with --local_rank. When a rank fails, the launcher stops the
+others and returns the exit code of the first rank that failed (128 + signal
+number if it was killed). The first ^C stops the ranks and waits for them; the
+second kills them.)";
+
+constexpr const char* kCommon[] = {"--help",      "--help-all", "--version",      "--num_ranks",
+                                   "--module",    "--python",   "--as-deepspeed", "--hostfile",
+                                   "--include",   "--exclude",  "--num_nodes",    "--launcher",
+                                   "--quiet",     "--dry-run",  "--hang_timeout", "--enable_each_rank_log",
+                                   "--autotuning"};
 
 constexpr const char* kHosts = "Hosts";
 constexpr const char* kRanks = "Ranks";
@@ -100,7 +122,9 @@ void declare_hosts(CLI::App& app, Options& options) {
   app.add_option("--max_restarts", options.max_restarts, "Maximum number of restarts of an elastic job")
       ->type_name("N")
       ->capture_default_str();
-  for (CLI::Option* option : app.get_options()) option->group(option == app.get_help_ptr() ? "Options" : kHosts);
+  for (CLI::Option* option : app.get_options()) {
+    if (option->get_group() == "Options" && option != app.get_help_ptr()) option->group(kHosts);
+  }
 }
 
 CLI::Option* declare(CLI::App& app, const RankOption& option, RankOptions& options) {
@@ -140,34 +164,71 @@ void declare_ending(CLI::App& app, Options& options) {
              "Lowest level of messages to print: debug, info (default), warning, error, critical")
           ->type_name("LEVEL"));
   declared.push_back(
-      app.add_flag("-q,--quiet", options.quiet, "Print only failures, and rank 0's lines without a prefix"));
+      app.add_flag("-q,--quiet", options.quiet, "Print only warnings, failures, and rank 0's lines without a prefix"));
   declared.push_back(
       app.add_flag("--dry-run", options.dry_run, "Print the command and environment per host and rank; start nothing"));
   for (CLI::Option* option : declared) option->group(kEnding);
   app.add_option("--autotuning", options.autotuning,
-                 "Search for the fastest configuration of the script, as 'deeptide tune' does; run: train with it then")
+                 "Search for the fastest configuration, as 'deeptide tune' does; run: then train with it")
       ->check(CLI::IsMember({"tune", "run"}))
       ->type_name("tune|run");
+}
+
+/// Leaves only the common options on the page of --help.
+void hide_others(CLI::App& app) {
+  for (CLI::Option* option : app.get_options()) {
+    const auto is_name = [option](const char* name) { return option->check_name(name); };
+    if (std::none_of(std::begin(kCommon), std::end(kCommon), is_name)) option->group("");
+  }
 }
 
 void declare(CLI::App& app, Options& options) {
   app.prefix_command();
   set_usage(app, "deeptide [OPTIONS] script [arguments of the script...]");
-  declare_hosts(app, options);
   declare_rank_options(app, options);
+  declare_hosts(app, options);
   declare_ending(app, options);
-  app.set_version_flag("--version", "deeptide " DEEPTIDE_VERSION);
+  app.set_version_flag("--version", "deeptide " DEEPTIDE_VERSION, "Print the version");
+  app.get_help_ptr()->description("Print this page");
+  app.set_help_all_flag("--help-all", "Print all options");
   app.footer(kFooter);
 }
 
-[[noreturn]] void refuse_unknown(const std::string& argument) {
+std::string nearest_option(const std::string& name, const CLI::App& app) {
+  std::vector<std::string> names;
+  for (const CLI::Option* option : app.get_options()) {
+    for (const std::string& word : option->get_lnames()) names.push_back("--" + word);
+  }
+  return config::nearest(name, names);
+}
+
+[[noreturn]] void refuse_unknown(const std::string& argument, const CLI::App& app) {
   const std::string name = argument.substr(0, argument.find('='));
   if (name == "--world_info") {
     throw UsageError(
         "option '--world_info' belongs to DeepSpeed's inner launcher; give the hosts with -H and --include");
   }
-  throw UsageError("unknown option '" + name +
-                   "'; launcher options come before the script ('deeptide --help' lists them)");
+  const std::string meant = nearest_option(name, app);
+  throw UsageError("unknown option '" + name + "'; " +
+                   (meant.empty() ? "'deeptide --help-all' lists the known ones; those of the script follow its name"
+                                  : "did you mean '" + meant + "'?"));
+}
+
+/// Returns a launcher's option among the script's arguments that the script does not mention, or an empty string: the
+/// user most likely meant it for the launcher.
+std::string misplaced_option(const Options& options, const CLI::App& app) {
+  std::ostringstream script;
+  script << std::ifstream(options.command[0], std::ios::binary).rdbuf();
+  const std::string text = script.str();
+  if (options.module || text.empty()) return "";
+  for (const std::string& word : std::span(options.command).subspan(1)) {
+    if (word == "--") return "";
+    const std::string name = word.substr(0, word.find('='));
+    if (name.size() < 3 || name.compare(0, 2, "--") != 0 || name == "--help" || name == "--version") continue;
+    const CLI::Option* option = app.get_option_no_throw(name);
+    if (option != nullptr && text.find(name.substr(2)) == std::string::npos) return name;
+  }
+  return "";
 }
 
 void check_range(const std::string& option, int value, int low, int high) {
@@ -226,7 +287,11 @@ void check(const Options& options, const CLI::App& app) {
   }
   check_single_host(options);
   check_elastic(options);
-  if (options.command.empty()) throw UsageError("no script given; usage: deeptide [options] script args...");
+  if (options.command.empty()) {
+    throw UsageError(
+        "no script given\n  usage: deeptide [options] script [arguments of the script...]\n"
+        "  for example: deeptide --num_ranks 2 train.py\n  'deeptide --help' lists options and other commands");
+  }
 }
 
 }  // namespace
@@ -235,15 +300,24 @@ std::optional<Options> parse_options(std::vector<std::string> arguments) {
   Options options;
   CLI::App app{"Starts and supervises one process per rank on each host.", "deeptide"};
   declare(app, options);
+  const auto asks = [&](const char* word) {
+    return std::find(arguments.begin(), arguments.end(), word) != arguments.end();
+  };
+  if (asks("--help-all")) {
+    app.footer(std::string(kFooter) + kDetails);
+  } else if (asks("--help") || asks("-h")) {
+    hide_others(app);  // only then: errors about a hidden option do not name it
+  }
   if (parse_arguments(app, std::move(arguments))) return std::nullopt;
   options.command = app.remaining();
   if (!options.command.empty() && options.command[0].size() > 1 && options.command[0][0] == '-') {
-    refuse_unknown(options.command[0]);
+    refuse_unknown(options.command[0], app);
   }
   options.filter.num_slots = options.num_ranks > 0 ? options.num_ranks : -1;
   if (options.quiet) options.log_level = std::max(options.log_level, LogLevel::error);
   options.quiet = options.log_level >= LogLevel::error;
   check(options, app);
+  options.misplaced = misplaced_option(options, app);
   return options;
 }
 

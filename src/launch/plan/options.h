@@ -41,6 +41,7 @@ struct Options : RankOptions {
   LogLevel log_level = LogLevel::info;
   bool quiet = false;  // as log_level error
   bool dry_run = false;
+  std::string misplaced;       // an option of the launcher that stands after the script, which does not mention it
   std::string autotuning;      // tune or run: search for the fastest configuration; run: train with it
   bool share_terminal = true;  // rank 0 may write to the terminal directly
   bool under_starter = false;  // mpirun or srun asks the other ranks' supervisors to end when a rank fails

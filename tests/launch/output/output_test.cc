@@ -56,6 +56,17 @@ TEST(LineSplitter, WritesALineOnceItIsComplete) {
   EXPECT_EQ(pipe.read_all(), "");
 }
 
+TEST(LineSplitter, NamesTheRankOnce) {
+  SinkOnPipe pipe;
+  LineSplitter lines("[rank 3] ", pipe.sink);
+  lines.feed("[rank3]: Traceback\n[rank3]:   File\n[rank3]:\n[rank x]: a\n[rank12\n");
+  EXPECT_EQ(pipe.read_all(),
+            "[rank 3] Traceback\n[rank 3]   File\n[rank 3] \n[rank 3] [rank x]: a\n[rank 3] [rank12\n");
+  LineSplitter bare("", pipe.sink);
+  bare.feed("[rank3]: a\n");
+  EXPECT_EQ(pipe.read_all(), "[rank3]: a\n");
+}
+
 TEST(LineSplitter, ShowsTheLastStateOfARedrawnLine) {
   SinkOnPipe pipe;
   LineSplitter lines("", pipe.sink);

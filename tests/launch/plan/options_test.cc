@@ -5,6 +5,11 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+
 #include "launch/launched.h"
 #include "launch/system/usage_error.h"
 
@@ -47,7 +52,8 @@ TEST(Options, AppendsTheLocalRankOnlyWhenAsked) {
 }
 
 TEST(Options, RefusesAnUnknownOptionByName) {
-  expect_in("unknown option '--num_gpu'", error_of({"--num_gpu", "2", "train.py"}));
+  expect_in("unknown option '--num_gpu'; did you mean '--num_gpus'?", error_of({"--num_gpu", "2", "train.py"}));
+  expect_in("did you mean '--num_ranks'?", error_of({"--num_rank", "2", "train.py"}));
   expect_in("unknown option '--bogus'", error_of({"--bogus=1", "--num_gpus", "2", "train.py"}));
 }
 
@@ -74,8 +80,18 @@ TEST(Options, RefusesAModuleWithoutPython) {
 TEST(Command, AnswersHelpAndVersion) {
   const LaunchResult help = launch({"--help"});
   EXPECT_EQ(help.exit_code, 0);
-  expect_in("--num_gpus", help.output);
-  expect_in("for all scripts with --local_rank", help.output);
+  expect_in("--num_ranks", help.output);
+  expect_in("deeptide --num_gpus 2 train.py", help.output);
+  const LaunchResult all = launch({"--help-all"});
+  EXPECT_EQ(all.exit_code, 0);
+  expect_in("for all scripts with --local_rank", all.output);
+  for (const RankOption& option : rank_options()) expect_in(option.flag, all.output);
+  EXPECT_LT(std::count(help.output.begin(), help.output.end(), '\n'), 55);
+  for (const std::string& page : {help.output, all.output}) {
+    EXPECT_EQ(page.find("{"), std::string::npos);
+    std::istringstream lines(page);
+    for (std::string line; std::getline(lines, line);) EXPECT_LE(line.size(), 80u) << line;
+  }
   const LaunchResult version = launch({"--version"});
   EXPECT_EQ(version.exit_code, 0);
   EXPECT_EQ(version.output.substr(0, 9), "deeptide ");
@@ -85,6 +101,19 @@ TEST(Command, EndsWithTwoOnAUsageError) {
   const LaunchResult result = launch({"--num_ranks", "0", "true"});
   EXPECT_EQ(result.exit_code, 2);
   expect_in("--num_ranks must be", result.errors);
+}
+
+TEST(Options, NoticesItsOwnOptionAfterAScriptThatDoesNotMentionIt) {
+  const auto folder = std::filesystem::temp_directory_path() / ("options_test." + std::to_string(getpid()));
+  std::filesystem::create_directory(folder);
+  const std::string script = folder / "q.py";
+  std::ofstream(script) << "parser.add_argument('--hostfile')\n";
+  EXPECT_EQ(parse_options({script, "--num_ranks", "2"})->misplaced, "--num_ranks");
+  EXPECT_EQ(parse_options({script, "--lr=1", "--num_ranks=2"})->misplaced, "--num_ranks");
+  EXPECT_EQ(parse_options({script, "--hostfile", "x", "--epochs", "2"})->misplaced, "");
+  EXPECT_EQ(parse_options({script, "--", "--num_ranks", "2"})->misplaced, "");
+  EXPECT_EQ(parse_options({"--num_ranks", "2", script})->misplaced, "");
+  std::filesystem::remove_all(folder);
 }
 
 TEST(RankOptions, BecomeTheWordsThatTheyWereParsedFrom) {

@@ -15,6 +15,7 @@
 #include "launch/plan/hostfile.h"
 #include "launch/plan/options.h"
 #include "launch/system/command_line.h"
+#include "launch/system/terminal.h"
 #include "launch/system/usage_error.h"
 #include "launch/watch/job_socket.h"
 
@@ -87,9 +88,11 @@ int run_doctor(const Arguments& arguments) {
   const std::vector<Host> hosts = options.hostfile.empty() ? std::vector<Host>() : read_hostfile(options.hostfile);
   std::vector<Finding> findings = examine_machine(options.python.empty() ? find_python() : options.python);
   for (Finding& finding : examine_hosts(options, hosts)) findings.push_back(std::move(finding));
+  const size_t width = terminal_size().columns;
   bool failed = false;
   for (const Finding& finding : findings) {
-    std::puts(to_line(finding).c_str());
+    const std::string line = to_line(finding);
+    std::puts(width == 0 ? line.c_str() : (line.substr(0, 6) + wrapped(line.substr(6), width, 6, 6)).c_str());
     failed |= finding.verdict == Finding::Verdict::fail;
   }
   return failed ? 1 : 0;

@@ -3,15 +3,28 @@
 // Runs `deeptide ps`: lists the live jobs of this user.
 #include <CLI/CLI.hpp>
 #include <cstdio>
+#include <sstream>
 
 #include "launch/commands/commands.h"
 #include "launch/system/command_line.h"
+#include "launch/system/terminal.h"
 #include "launch/watch/job_socket.h"
 
 namespace deeptide::launch {
 namespace {
 
 constexpr int kStateTimeout_s = 5;
+
+std::vector<std::vector<std::string>> cells_of(const std::string& text) {
+  std::vector<std::vector<std::string>> rows;
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);) {
+    std::istringstream cells(line);
+    rows.emplace_back();
+    for (std::string cell; std::getline(cells, cell, '\t');) rows.back().push_back(cell);
+  }
+  return rows;
+}
 
 }  // namespace
 
@@ -24,8 +37,9 @@ int run_ps(const Arguments& arguments) {
     std::puts("no live jobs");
     return 0;
   }
-  std::puts("JOB\tHOSTS\tRANKS\tSTEP\tWAITING\tAGE\tCOMMAND");
-  std::fputs(lines.c_str(), stdout);
+  lines = "JOB\tHOSTS\tRANKS\tSTEP\tWAITING\tAGE\tCOMMAND\n" + lines;
+  const size_t width = terminal_size().columns;  // 0: for a program, which takes tabs
+  std::fputs(width == 0 ? lines.c_str() : aligned(cells_of(lines), width).c_str(), stdout);
   return 0;
 }
 

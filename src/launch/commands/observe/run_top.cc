@@ -1,11 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Runs `deeptide top`: shows a live job, again and again.
-#include <sys/ioctl.h>
-#include <unistd.h>
-
 #include <CLI/CLI.hpp>
-#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <thread>
@@ -14,6 +10,7 @@
 #include "launch/commands/commands.h"
 #include "launch/commands/observe/top_page.h"
 #include "launch/system/command_line.h"
+#include "launch/system/terminal.h"
 #include "launch/system/usage_error.h"
 #include "launch/watch/job_socket.h"
 
@@ -21,14 +18,6 @@ namespace deeptide::launch {
 namespace {
 
 constexpr int kTopTimeout_s = 5;
-constexpr size_t kOtherLines = 6;  // of the page: above and below the ranks
-
-/// Rows of the terminal; 0: standard output is none.
-size_t num_rows() {
-  winsize size{};
-  if (::isatty(STDOUT_FILENO) == 0) return 0;
-  return ::ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_row > 0 ? size.ws_row : 24;
-}
 
 }  // namespace
 
@@ -53,13 +42,12 @@ int run_top(const Arguments& arguments) {
       std::printf("job %s has ended\n", job.id.c_str());
       return 0;
     }
-    const size_t rows = num_rows();
+    const auto [rows, columns] = terminal_size();
     if (as_json) {
       std::printf("%s\n", answer.c_str());
     } else {
-      const size_t ranks = rows == 0 ? SIZE_MAX : std::max(rows, kOtherLines + 1) - kOtherLines;
       const std::string clear = rows == 0 ? "" : "\x1b[H\x1b[2J";  // also over ssh: two sequences that all know
-      std::printf("%s%s", clear.c_str(), top_page(read_json(answer), ranks).c_str());
+      std::printf("%s%s", clear.c_str(), top_page(read_json(answer), rows, columns).c_str());
     }
     std::fflush(stdout);
   }

@@ -8,7 +8,8 @@
 
 namespace deeptide::launch {
 
-/// `job`: as HangWatch answers "top". At most `max_ranks` ranks have a line; a rank with most computing is among them.
-std::string top_page(const nlohmann::json& job, size_t max_ranks);
+/// `job`: as HangWatch answers "top". Fits into `rows` lines of `columns`; 0: as many as there are. Where not all ranks
+/// fit, those that compute longest are among the ones shown.
+std::string top_page(const nlohmann::json& job, size_t rows, size_t columns);
 
 }  // namespace deeptide::launch
