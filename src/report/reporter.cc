@@ -52,6 +52,16 @@ json times_json(const StepTimes& t) {
           {"files", t.files},       {"optimizer", t.optimizer}, {"computing", t.computing()}};
 }
 
+/// Of a schedule that says it; otherwise 0.
+int64_t total_steps(const SchedulerConfig& scheduler) {
+  return std::visit(
+      [](const auto& each) -> int64_t {
+        if constexpr (requires { each.total_steps; }) return each.total_steps;
+        return 0;
+      },
+      scheduler);
+}
+
 /// NaN has no JSON.
 json number(double value) { return std::isfinite(value) ? json(value) : json(nullptr); }
 
@@ -163,11 +173,14 @@ void Reporter::end_step(const StepEnd& end) {
   count_operators(step);
   recordings_.follow(step);
   if (place_.is_first()) {
-    const auto events = wants_loss() ? events_of(end) : std::vector<MonitorEvent>();
+    rate_.end_step(end.global_samples);
+    const auto events = wants_events() ? events_of(end) : std::vector<MonitorEvent>();
     if (keeps_events_) events_.insert(events_.end(), events.begin(), events.end());
     if (csv_) csv_->write(events);
     if (record_) record(end, events);
-    if (config_.report().steps_per_print && is_due(step)) write_step_line(end);
+    if (config_.report().steps_per_print && is_due(step)) {
+      log(LogLevel::info, step_line(end, {loss_, total_steps(config_.scheduler()), rate_.take()}));
+    }
     if (is_due(step)) write_breakdown();
   }
   if (is_watched_) show(end);

@@ -24,6 +24,7 @@
 #include "report/monitors.h"
 #include "report/recordings.h"
 #include "report/step_clock.h"
+#include "report/step_rate.h"
 #include "trace/recorder.h"
 
 namespace deeptide::report {
@@ -63,8 +64,12 @@ class Reporter {
   /// Shows spans to torch.profiler where it has begun.
   void follow_profiler();
 
-  /// Whether ranks exchange their losses.
-  bool wants_loss() const { return keeps_events_ || csv_ || record_ || is_watched_; }
+  /// Whether ranks exchange their losses at the end of this step.
+  bool wants_loss(int64_t step) const { return wants_events() || (config_.report().steps_per_print && is_due(step)); }
+  /// The mean over the ranks in the last exchange; NaN: they had none, or did not exchange it.
+  double loss() const { return loss_; }
+  /// Sets it to what another stage of a pipeline has computed.
+  void note_loss(double loss) { loss_ = loss; }
   /// The times of the last step that has ended, for the other ranks; zeros if measuring the machine has disturbed it.
   const StepTimes& own_times() const { return told_; }
   const StepTimes& last_times() const { return last_; }
@@ -87,6 +92,7 @@ class Reporter {
 
  private:
   bool is_due(int64_t step) const;
+  bool wants_events() const { return keeps_events_ || csv_ || record_ || is_watched_; }
   std::vector<MonitorEvent> events_of(const StepEnd& end) const;
   LimitFacts limit_facts() const;
   std::string late_text() const;
@@ -101,7 +107,6 @@ class Reporter {
   void write_profile(int64_t step, const std::vector<OperatorUse>& uses, const MachinePeak& peak) const;
   void follow_watchers();
   void show(const StepEnd& end) const;
-
   const Config& config_;
   const Reporting place_;
   const bool breaks_down_;
@@ -120,6 +125,7 @@ class Reporter {
   int64_t seen_steps_ = 0;
   std::string last_limit_;
   double loss_ = 0.0;
+  StepRate rate_;
   int64_t tokens_ = 0;  // of this rank in the step under way
   std::optional<CommsTable> comms_;
   std::optional<CsvFiles> csv_;
@@ -134,7 +140,15 @@ class Reporter {
   Counted counted_;         // by the last step whose operators were counted
 };
 
-/// Prints the line of every `steps_per_print` steps, in DeepSpeed's words.
-void write_step_line(const StepEnd& end);
+/// What the line of a step tells besides.
+struct LineFacts {
+  double loss = 0.0;        // NaN: unknown
+  int64_t total_steps = 0;  // of the schedule; 0: unknown
+  StepRate::Rates rates;    // since the last line
+};
+
+/// The line of every `steps_per_print` steps: "step 10/1,000 | loss 2.3 | lr 0.001 | norm 0.52 | 7.2 samples/s | 0:12
+/// left".
+std::string step_line(const StepEnd& end, const LineFacts& facts);
 
 }  // namespace deeptide::report

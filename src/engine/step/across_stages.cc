@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstring>
 #include <set>
 #include <sstream>
@@ -35,12 +36,14 @@ void check_stages_train(Stages& stages, int64_t num_trained, const std::string& 
                     " stages, or no optimizer group has them), but ", trained_by, " configures an optimizer");
 }
 
-double sum_over_stages(Stages& stages, double squares) {
-  double total = 0.0;
-  for (const double each : stages.exchange(squares, {"step", "agreeing on the gradient norm with the other stages"})) {
-    total += each;
+StageTotals over_stages(Stages& stages, const StageTotals& own) {
+  StageTotals all;
+  for (const StageTotals& each :
+       stages.exchange(own, {"step", "agreeing on the gradient norm with the other stages"})) {
+    all.squares += each.squares;
+    if (!std::isnan(each.loss)) all.loss = each.loss;
   }
-  return total;
+  return all;
 }
 
 void agree_on_blame(Stages& stages, StepOutcome& outcome) {

@@ -9,6 +9,7 @@
 
 #include "deeptide/engine.h"
 #include "engine/bind/stages.h"
+#include "engine/run/progress.h"
 
 namespace deeptide::engine {
 
@@ -16,9 +17,15 @@ namespace deeptide::engine {
 /// configures an optimizer. `num_trained`: elements of this stage's.
 void check_stages_train(Stages& stages, int64_t num_trained, const std::string& trained_by);
 
-/// Collective over the mesh. Returns the sum over the stages, in their order, of what all ranks of a stage have alike:
-/// each element counts once, since one stage holds it.
-double sum_over_stages(Stages& stages, double squares);
+/// What all ranks of a stage have alike at a step's end.
+struct StageTotals {
+  double squares = 0.0;   // of its gradients
+  double loss = kNoLoss;  // the mean; of stages that compute one
+};
+
+/// Collective over the mesh. Sums the squares in the stages' order: each element counts once, since one stage holds it.
+/// The loss is that of the last stage that has one.
+StageTotals over_stages(Stages& stages, const StageTotals& own);
 
 /// Collective over the mesh, in a step whose gradients are not all finite. Gives every rank the parameter, the rank and
 /// the phase that the last of the stages with a bad gradient found: backward carries what is bad from there on.

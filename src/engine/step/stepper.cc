@@ -307,7 +307,7 @@ std::vector<Verdict> Stepper::judge() {
   verdict.lost = parts_.reducer->take_lost();
   verdict.links = parts_.links.own_facts();
   verdict.times = parts_.reporter.own_times();
-  if (parts_.reporter.wants_loss()) verdict.loss = losses_.mean();
+  if (parts_.reporter.wants_loss(parts_.progress.global_steps + 1)) verdict.loss = losses_.mean();
   auto verdicts = parts_.boundary.exchange(verdict, {"step", "agreeing on the gradient norm"});
   parts_.links.note(verdicts);
   parts_.reporter.note(verdicts, parts_.progress.global_steps);
@@ -329,7 +329,11 @@ StepOutcome Stepper::apply(const std::vector<Verdict>& verdicts) {
   Progress& progress = parts_.progress;
   double total = 0.0;
   for (const Verdict& verdict : verdicts) total += verdict.squares;  // in rank order: equal on all ranks
-  if (Stages* const stages = parts_.channels.stages()) total = sum_over_stages(*stages, total);
+  if (Stages* const stages = parts_.channels.stages()) {
+    const StageTotals all = over_stages(*stages, {total, parts_.reporter.loss()});
+    total = all.squares;
+    parts_.reporter.note_loss(all.loss);
+  }
   StepOutcome outcome;
   outcome.step = ++progress.global_steps;
   progress.global_samples += parts_.batch.train;
