@@ -19,7 +19,10 @@ spdlog::level::level_enum threshold() {
 
 spdlog::logger& logger() {
   static std::shared_ptr<spdlog::logger> instance = [] {
-    auto made = std::make_shared<spdlog::logger>("deeptide", std::make_shared<spdlog::sinks::stderr_color_sink_mt>());
+    const auto sink = std::make_shared<spdlog::sinks::stderr_color_sink_mt>();
+    const char* const no_color = std::getenv("NO_COLOR");  // no-color.org: any value but an empty one
+    if (no_color != nullptr && *no_color != '\0') sink->set_color_mode(spdlog::color_mode::never);
+    auto made = std::make_shared<spdlog::logger>("deeptide", sink);
     made->set_pattern("[deeptide] %^%v%$");
     made->set_level(threshold());
     return made;

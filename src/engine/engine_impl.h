@@ -93,6 +93,7 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   void reload_states();
 
   // --- summary.cc
+  std::string brief() const;
   std::string summary() const;
   std::vector<MemoryLine> memory() const;
 

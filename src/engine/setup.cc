@@ -118,7 +118,7 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
                                    arrivals.get(), progress,   rewind.get(),  links,        reporter,   *saver,
                                    *preemption};
   stepper = std::make_unique<engine::Stepper>(parts, optim::make_schedule(config.scheduler()));
-  if (channels.is_first()) log(LogLevel::info, summary());
+  if (channels.is_first()) log(LogLevel::info, config.report().dump_state ? summary() : brief());
   if (channels.is_first()) warn_of_rates(config, design.model.groups);
   if (channels.is_first() && config.report().dump_state) {
     log(LogLevel::info, "configuration " + config.origin() + ":\n" + config.text());

@@ -38,6 +38,39 @@ const char* short_name(at::ScalarType type) {
   }
 }
 
+std::string parameter_types(const Impl& impl) {
+  std::set<std::string> types;
+  for (const auto& unit : impl.model.units()) types.insert(short_name(unit->layout().dtype));
+  std::string text;
+  for (const auto& type : types) text += (text.empty() ? "" : "+") + type;
+  return text;
+}
+
+std::string text_of_optimizer(const Impl& impl) {
+  if (!impl.design.rule) return "no optimizer";
+  const Hyperparameters& group = impl.progress.hyperparameters.front();
+  const std::string& name = impl.design.rule->name();
+  const bool decouples = group.has("decoupled_weight_decay") && group.get("decoupled_weight_decay") != 0.0;
+  return name == "Adam" && decouples ? "AdamW" : name;
+}
+
+std::string text_of_clipping(const Impl& impl) {
+  const double limit = impl.config.gradients().clipping;
+  return limit > 0 ? format_text("clipping {}", limit) : "no clipping";
+}
+
+/// "2 ranks on this CPU", "8 ranks (pipe=2 data=4) on 2 hosts, cuda".
+std::string text_of_ranks(const Impl& impl) {
+  const world::Mesh& mesh = impl.channels.mesh();
+  const int count = mesh.num_ranks();
+  std::string text = count == 1 ? "1 rank" : format_text("{} ranks", count);
+  if (mesh.size(world::Axis::data) < count) text += " (" + mesh.text() + ")";
+  const int on_host = impl.channels.topology().on_host;
+  const bool is_here = count == 1 || on_host == count;
+  if (impl.model.device().is_cpu()) return text + (is_here ? " on this CPU" : " on CPUs");
+  return text + " on " + c10::DeviceTypeName(impl.model.device().type(), /*lower_case=*/true);
+}
+
 std::string text_of_publishing(const Impl& impl) {
   const std::optional<bool> wanted = impl.config.runtime().overlap_publish;
   const std::string unasked = wanted ? "" : " (overlap_publish is not given)";
@@ -162,16 +195,29 @@ std::string text_of_placement(const Impl& impl) {
 
 }  // namespace
 
+/// The start in a line, and each decision that the configuration left open.
+std::string Engine::Impl::brief() const {
+  std::string trained;
+  if (model.num_trainable() < model.num_elements())
+    trained = format_text(" ({} trained)", millions(model.num_trainable()));
+  const int batches = design.topology.num_batches();
+  std::string text =
+      format_text("{}, ZeRO-{} | {} parameters{} | {} | batch {} = ", text_of_ranks(*this), config.zero().stage,
+                  millions(model.num_elements()), trained, parameter_types(*this), batch.train);
+  text += format_text("{} x {}", batches, batch.micro);
+  if (batch.accumulation > 1) text += format_text(" x {} accumulated", batch.accumulation);
+  text += " | " + text_of_optimizer(*this);
+  if (design.rule) text += ", " + text_of_clipping(*this);
+  for (const auto& decision : config.decisions()) text += "\n  " + decision;
+  return text;
+}
+
 std::string Engine::Impl::summary() const {
   const int num_ranks = channels.mesh().num_ranks();
-  std::set<std::string> types;
   int64_t sharded = 0;
   for (const auto& unit : model.units()) {
-    types.insert(short_name(unit->layout().dtype));
     sharded += unit->memory() == sharding::UnitMemory::sharded ? unit->layout().used : 0;
   }
-  std::string parameter_types;
-  for (const auto& type : types) parameter_types += (parameter_types.empty() ? "" : "+") + type;
   std::string text = format_text("ZeRO stage {}, world {} ({}, found by {}), {}", config.zero().stage, num_ranks,
                                  channels.mesh().text(), channels.world().source, model.device().str());
   if (channels.data().size() > 1) {
@@ -181,13 +227,12 @@ std::string Engine::Impl::summary() const {
   text += format_text("\n  model: {} parameters ({} trained) in {} units", millions(model.num_elements()),
                       millions(model.num_trainable()), model.units().size());
   if (num_ranks > 1) text += text_of_sharing(*this, sharded);
-  text += text_of_types(*this, parameter_types);
+  text += text_of_types(*this, parameter_types(*this));
   text += text_of_quantization(*this);
   text += text_of_precision(*this);
   text +=
-      format_text("\n  batch: {} = {} per rank x {} accumulated x {} ranks; {}, clipping {}", batch.train, batch.micro,
-                  batch.accumulation, design.topology.num_batches(), design.rule ? design.rule->name() : "no optimizer",
-                  config.gradients().clipping > 0 ? format_text("{}", config.gradients().clipping) : "off");
+      format_text("\n  batch: {} = {} per rank x {} accumulated x {} ranks; {}, {}", batch.train, batch.micro,
+                  batch.accumulation, design.topology.num_batches(), text_of_optimizer(*this), text_of_clipping(*this));
   if (optimizer && optimizer->signs()) {
     text += format_text("\n  compression: {} bytes per rank in a step in which ranks exchange signs",
                         optimizer->signs()->bytes_per_step());
