@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import re
 import sys
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from pathlib import Path
 
 PAGE = Path(__file__).parents[1] / "troubleshooting.md"
 _HOLE = "…"
+_OF_TEXTS = 0.3  # the weight of a word in a heading's text beside one in its title
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,27 @@ def match(headings: list[Heading], message: str) -> Match | None:
     return max(found, key=lambda match: match.length, default=None)
 
 
+def nearest(headings: list[Heading], message: str, count: int = 3) -> list[str]:
+    """The titles of the headings that share most words with the message. Rare words count more, those of texts less."""
+    titles = [_terms(" ".join([heading.title, *heading.parts])) for heading in headings]
+    texts = [_terms(heading.text) for heading in headings]
+    wanted = _terms(message)
+
+    def weight(words: set[str], among: list[set[str]]) -> float:
+        return sum(math.log(len(among) / sum(word in each for each in among)) for word in words)
+
+    scores = [
+        weight(wanted & title, titles) + _OF_TEXTS * weight(wanted & text, texts)
+        for title, text in zip(titles, texts, strict=True)
+    ]
+    best = sorted(range(len(headings)), key=lambda index: -scores[index])[:count]
+    return [headings[index].title for index in best if scores[index] > 1.0]
+
+
+def _terms(text: str) -> set[str]:
+    return set(re.findall(r"[a-z_]{3,}", text.lower()))
+
+
 def explain(message: str) -> str | None:
     """The heading of a message with its text."""
     found = match(read_headings(PAGE.read_text(encoding="utf-8")), message)
@@ -81,9 +104,12 @@ def main() -> int:
     )
     parser.add_argument("message", nargs="*", help="the message or a part of it; standard input without one")
     given = parser.parse_args().message
-    text = explain(" ".join(given) if given else sys.stdin.read())
+    message = " ".join(given) if given else sys.stdin.read()
+    text = explain(message)
     if text is None:
         print("deeptide explain: no heading has these words; quote a part of the message that has no values in it")
+        if near := nearest(read_headings(PAGE.read_text(encoding="utf-8")), message):
+            print("nearest:", *near, sep="\n  ")
         return 1
     print(text)
     return 0

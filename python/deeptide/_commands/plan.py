@@ -20,7 +20,7 @@ from torch import nn
 
 from deeptide import _C, zero
 from deeptide._C import ConfigError
-from deeptide._forecast.gpt import GPT, heads_for, width_for
+from deeptide._forecast.gpt import GPT, heads_for, layers_for, width_for
 from deeptide._forecast.meshes import MeshChoice, Search, reason
 from deeptide._forecast.plan import Choice, MemoryPlan, MeshPlan, choices, plan
 from deeptide._forecast.plan_mesh import mesh_of
@@ -65,11 +65,12 @@ def _build(options: argparse.Namespace) -> nn.Module:
             if not isinstance(model, nn.Module):
                 raise ConfigError(f"--model-file: the function returned {type(model).__name__}, expected an nn.Module")
             return model
-        width = options.hidden or width_for(options.params, options.layers, options.vocab)
+        layers = options.layers or layers_for(options.params)
+        width = options.hidden or width_for(options.params, layers, options.vocab)
         heads = options.heads or heads_for(width)
         size = f"width {width}, {heads} heads, vocabulary {options.vocab}"
-        print(f"a transformer of {options.layers} layers, {size}, tied head")
-        return GPT(options.layers, width, heads, options.vocab)
+        print(f"a transformer of {layers} layers, {size}, tied head")
+        return GPT(layers, width, heads, options.vocab)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -78,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--model-file", metavar="FILE.py:FUNCTION", help="a function that returns the model")
     model.add_argument("--params", type=_count, metavar="N", help="a transformer of about so many: 350M, 7B")
-    parser.add_argument("--layers", type=int, metavar="N", help="its layers (with --params)")
+    parser.add_argument("--layers", type=int, metavar="N", help="its layers; without it, those of published models")
     parser.add_argument("--hidden", type=int, metavar="N", help="its width; without it, --params decides")
     parser.add_argument("--heads", type=int, metavar="N", help="its heads; without it, of 128 each, or 64")
     parser.add_argument("--vocab", type=int, default=50304, metavar="N", help="its vocabulary (50304)")
@@ -226,8 +227,6 @@ def main(arguments: list[str] | None = None) -> int:
     """The command; returns its exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    if options.params and not options.layers:
-        parser.error("--params needs --layers")
     torch.set_num_threads(1)
     try:
         model = _build(options)

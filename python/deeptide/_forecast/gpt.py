@@ -77,6 +77,22 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
+# Of published models, by the most parameters that they have.
+_DEPTHS = {
+    350e6: 12,
+    1.5e9: 24,
+    10e9: 32,
+    20e9: 40,
+    50e9: 48,
+    100e9: 80,
+}
+
+
+def layers_for(parameters: int) -> int:
+    """The layers that published models of about so many parameters have."""
+    return next((layers for most, layers in _DEPTHS.items() if parameters <= most), 96)
+
+
 def width_for(parameters: int, layers: int, vocabulary: int) -> int:
     """The width, a multiple of 64, whose GPT is nearest to so many parameters."""
 
