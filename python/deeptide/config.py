@@ -6,18 +6,21 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import json
 import math
 import os
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
 from deeptide import _C
 from deeptide._C import Config, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 ConfigSource: TypeAlias = str | os.PathLike[str] | dict[str, Any] | Config
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 _MOST_NESTED = 16  # levels that are looked into: a dict may hold itself
 
 
@@ -68,6 +71,19 @@ def _from_string(config: str) -> Config:
             f"there is no such file (working directory: {os.getcwd()})"
         ) from None
     return Config.from_text(text, "<base64>")
+
+
+def without_own_frames(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Lets a ConfigError leave `function` without the frames in it: the user's line and the message tell all."""
+
+    @functools.wraps(function)
+    def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return function(*args, **kwargs)
+        except ConfigError as error:
+            raise error.with_traceback(None) from error.__cause__
+
+    return called
 
 
 def load_config(

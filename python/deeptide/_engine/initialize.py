@@ -22,7 +22,7 @@ from deeptide._model import compiled, tensor_methods
 from deeptide._model.describe import check_model, describe, describer, device_of, parameter_names
 from deeptide._optimizers.groups import OptimizerPlan, OptimizerSource, ParametersSource, plan_optimizer
 from deeptide._process.world import abort_groups, find_world
-from deeptide.config import ConfigSource, load_config
+from deeptide.config import ConfigSource, load_config, without_own_frames
 from deeptide.data import DataLoader
 from deeptide.engine import Engine
 from deeptide.optimizer import DeeptideOptimizer
@@ -205,6 +205,7 @@ def _kind_for(model: torch.nn.Module) -> type[Engine]:
     return PipelineEngine
 
 
+@without_own_frames
 def initialize(
     args: object = None,
     model: torch.nn.Module | None = None,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -19,12 +20,14 @@ from deeptide._engine.initialize import cut, groups_of_stages, is_pipeline, make
 from deeptide._model.describe import check_model, parameter_names
 from deeptide._optimizers.groups import OptimizerPlan, plan_optimizer
 from deeptide._process import world
+from deeptide._process.log import say
 from deeptide.as_deepspeed import NotSupportedError
 from deeptide.as_deepspeed.checkpoint.parameters import OffloadStandIn, mark_model
 from deeptide.as_deepspeed.config.configuration import counted_once, read_config
 from deeptide.as_deepspeed.engine import DeepSpeedEngine
 from deeptide.as_deepspeed.helpers.logging import set_log_level_from_string
 from deeptide.as_deepspeed.training.loss_scalers import EngineLossScale
+from deeptide.config import without_own_frames
 
 # The engines without an optimizer, by their model: one that trains may take their place.
 _idle: weakref.WeakValueDictionary[int, DeepSpeedEngine] = weakref.WeakValueDictionary()
@@ -73,6 +76,23 @@ def _place(model: torch.nn.Module) -> None:
         model.to(torch.device("cuda", torch.cuda.current_device()))
 
 
+def _check_accelerate(config: _C.Config, ranks: int) -> None:
+    """Warns if Accelerate counts other ranks than the job has. Errors: ConfigError if batch sizes do not fit then."""
+    state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
+    count = getattr(state, "_shared_state", {}).get("num_processes", ranks)
+    if count == ranks:
+        return
+    text = (
+        f"Accelerate counts {count} of {ranks} ranks, so its batch sizes and loaders are for {count}: on a CPU, "
+        "make it with Accelerator(cpu=True), or set ACCELERATE_USE_CPU=true before it is imported"
+    )
+    try:
+        config.batch_sizes(ranks)
+    except ConfigError:
+        raise ConfigError(text) from None
+    say(text, "warning")
+
+
 def _plan(model: torch.nn.Module, config: _C.Config, optimizer: Any, model_parameters: Any) -> OptimizerPlan | None:
     others = groups_of_stages(model)
     if model_parameters is not None and not isinstance(model_parameters, torch.Tensor):
@@ -86,6 +106,7 @@ def _plan(model: torch.nn.Module, config: _C.Config, optimizer: Any, model_param
     )
 
 
+@without_own_frames
 def initialize(
     args: object = None,
     model: torch.nn.Module | None = None,
@@ -117,6 +138,7 @@ def initialize(
     init_distributed(distributed_port=distributed_port)
     if mpu is None and not is_pipeline(model):
         parsed = counted_once(given, parsed, dist.get_world_size())
+        _check_accelerate(parsed, dist.get_world_size())
     parsed = tuned(parsed, optimizer)
     previous = _idle.pop(id(model), None)
     if previous is not None:

@@ -3,6 +3,7 @@
 // Runs `deeptide checkpoint`: lists, shows, verifies, compares, exports, imports and prunes checkpoints.
 #include <CLI/CLI.hpp>
 #include <cstdio>
+#include <filesystem>
 
 #include "deeptide/checkpoint.h"
 #include "launch/commands/commands.h"
@@ -18,6 +19,17 @@ namespace {
 constexpr const char* kFolder = "Folder that save_checkpoint was given, or a checkpoint in it";
 constexpr const char* kTag = "Tag of the checkpoint; the latest without one";
 
+/// The cure for a folder without checkpoints: it may be the one above theirs.
+std::string where_they_are(const std::string& folder) {
+  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+    if (entry.is_directory() && !list_checkpoints(entry.path()).empty()) {
+      return "its folder '" + entry.path().filename().string() + "' has some: deeptide checkpoint ls " +
+             entry.path().string();
+    }
+  }
+  return "give the folder that save_checkpoint was given";
+}
+
 int run_ls(const Arguments& arguments) {
   CLI::App app("Lists the checkpoints in a folder.", "deeptide checkpoint ls");
   std::string folder;
@@ -25,7 +37,9 @@ int run_ls(const Arguments& arguments) {
   app.add_option("folder", folder, "Folder that save_checkpoint was given")->required();
   app.add_flag("--json", json, "Print JSON");
   if (const auto code = parse_arguments(app, arguments)) return *code;
-  print_list(list_checkpoints(folder), json);
+  const auto checkpoints = list_checkpoints(folder);
+  if (checkpoints.empty() && !json) throw UsageError("no checkpoint in '" + folder + "'; " + where_they_are(folder));
+  print_list(checkpoints, json);
   return 0;
 }
 
