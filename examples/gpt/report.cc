@@ -18,7 +18,7 @@ using nlohmann::json;
 
 constexpr double kQuietSeconds = 10.0;  // between lines when nobody watches a terminal
 constexpr double kRecent = 0.9;         // weight of the past in the speed shown
-constexpr int kBarWidth = 24;
+constexpr int kBarWidth = 10;
 constexpr size_t kSampleWidth = 100;
 
 double seconds_of(std::chrono::steady_clock::duration time) { return std::chrono::duration<double>(time).count(); }
@@ -143,8 +143,8 @@ void Report::show_progress(int64_t step, double loss, int64_t memory_bytes, Cloc
   last_line_ = now;
   const auto speed = static_cast<double>(run_.tokens_per_step) / seconds_per_step_;
   const auto left = static_cast<double>(run_.total_steps - step) * seconds_per_step_;
-  const std::string figures = fmt::format("step {}/{} | loss {:.3f} | {:.0f} tokens/s | {} | {} left", step,
-                                          run_.total_steps, loss, speed, megabytes(memory_bytes), duration(left));
+  const std::string figures = fmt::format("step {}/{} | {} left | loss {:.3f} | {:.0f} tokens/s | {}", step,
+                                          run_.total_steps, duration(left), loss, speed, megabytes(memory_bytes));
   if (!terminal_) {
     std::cout << figures << std::endl;
     return;

@@ -87,7 +87,7 @@ class Report:
         if sys.stderr.isatty() and not print_losses:
             from tqdm import tqdm
 
-            layout = "{percentage:3.0f}% {bar:24} {n}/{total}{postfix} | {remaining} left"
+            layout = "{percentage:3.0f}% {bar:10} {n}/{total} | {remaining} left{postfix}"  # 80 columns
             self.bar = tqdm(total=run.total_steps, initial=start, bar_format=layout)
         self.began = self.last_step = self.last_line = time.monotonic()
 
