@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pipeline trains as the uncut model does: the same losses, norms and states, at every stage of ZeRO."""
 
+import re
+
 import pytest
 import stages
 import torch
@@ -242,3 +244,11 @@ def test_a_plain_model_of_one_stage_is_no_pipeline():
     plain = deeptide.initialize(model=torch.nn.Linear(2, 2), config=stages.config(1, 1, parallel={"pipeline": 1}))[0]
     assert plain.mesh == {"pipe": 1, "data": 1} and plain.data_parallel_rank == 0
     assert not isinstance(plain, PipelineEngine)
+
+
+def test_the_line_of_a_step_shows_the_loss_of_the_last_stage(capfd):
+    settings = stages.config(0, GAS, steps_per_print=1)
+    losses = run_ranks(2, stages.train_cut, 2, settings, GAS, STEPS, {})[0][0]
+    lines = [line for line in capfd.readouterr().err.splitlines() if " | norm " in line]
+    shown = [float(re.search(r"step \d+ \| loss ([\d.]+) \|", line)[1]) for line in lines]
+    assert shown == pytest.approx(losses, rel=1e-3), lines
