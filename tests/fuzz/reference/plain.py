@@ -12,7 +12,17 @@ from actions.loaders import Loader
 from actions.programs import LOSS_SCALE, OWN, STATES, is_low, placement_of, quantized_in
 from torch import nn
 
-from reference.expected import BY_HAND, MISFIT, MOVED, NEEDS_GRAD, NO_GRADIENT, OF_ANOTHER, TWO_VALUES, UNFROZEN
+from reference.expected import (
+    BY_HAND,
+    MISFIT,
+    MOVED,
+    NEEDS_GRAD,
+    NO_GRADIENT,
+    OF_ANOTHER,
+    TWO_VALUES,
+    UNFROZEN,
+    UndefinedError,
+)
 from reference.noise import EPSILON, OF_MASTERS, OF_MOMENTS, OF_QUANTIZED
 from reference.partly import Shares, cast, make_plain
 
@@ -246,6 +256,11 @@ class Life:
     def is_boundary(self):
         return self.override if self.override is not None else (self.micro_steps + 1) % self.phase["gas"] == 0
 
+    def is_within(self):
+        """Whether a save holds the end of the last step."""
+        counts = self.override is None and self.micro_steps % self.phase["gas"]
+        return bool(counts) or any(rank.has_forward or rank.sums for rank in self.ranks)
+
     def step(self, joined=()):
         """Returns the outcome as every rank sees it; `joined` are the ranks that only take part."""
         at_boundary = self.is_boundary()
@@ -253,10 +268,13 @@ class Life:
         if at_boundary:
             self.shares.end_step(self.global_steps)
         self._run_hooks("pre", at_boundary)
+        alone = self.override is False and self.setting.stage < 2 and len(self.ranks) > 1
+        if alone and any(self._moved(rank) or self._check_step(rank) for rank in self.ranks):
+            raise UndefinedError("how ranks go on when one of them alone fails in a step that is no boundary")
         self.enter(self._check_step)
         for rank in self.ranks:
             self._take_by_hand(rank)
-        if not any(rank.sums for rank in self.ranks):
+        if not alone and not any(rank.sums for rank in self.ranks):
             raise FailuresError([NO_GRADIENT] * len(self.ranks))
         outcome = {"result": "accumulating"}
         if at_boundary:
@@ -266,6 +284,7 @@ class Life:
             outcome = self._apply()
             self._run_hooks("post", outcome["result"] == "applied")
         for rank in self.ranks:
+            rank.has_forward &= not at_boundary
             rank.added.clear()
             rank.rehung.clear()
         self.shares.is_uncertain = False
@@ -470,6 +489,7 @@ class Life:
                 for name, value in (*rank.model.named_buffers(), *self.late(rank)[0].items()):
                     value.copy_(buffers[name] if name in buffers else weights[name])
             rank.hyper = [dict(group) for group in saved["hyper"]]
+            rank.has_forward = False
             if rank.loader:
                 rank.loader.go_to(*saved["data"])
         for pruning in self.prunings:
