@@ -175,7 +175,7 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   zero::StatePlacement place_away(const OffloadStates& what);
   void check_saving(const std::string& directory) const;
   std::set<std::string> names_of_other_stages(const std::vector<NamedTensor>& loose);
-  /// What all ranks save, and whether it is the state of the last boundary.
+  /// A save that all ranks agree on. `within`: an accumulation, so that the last boundary's state is saved.
   struct NamedSave {
     checkpoint::SaveTarget target;
     bool within = false;

@@ -24,7 +24,7 @@ constexpr auto kAnswers = 2 * kPollFailures + milliseconds(50);  // for the othe
 constexpr milliseconds kLook{10};
 constexpr char kStoreLost[] = "rank 0 has probably ended, perhaps because another rank did: see its error";
 constexpr char kTakenBack[] = "-";  // in an error's place
-// Of all engines over a store: a rank that waits in one of them tells where, once a rank asks in another.
+// Keys of all engines over a store: a rank that waits in one of them tells where, once a rank asks in another.
 constexpr char kElsewhereWanted[] = "deeptide/elsewhere/wanted";
 constexpr char kElsewhere[] = "deeptide/elsewhere/";
 

@@ -5,12 +5,15 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_module
 
+from deeptide import _C
 from deeptide._model import changes
+from deeptide._model.describe import describer
 
 _count = 0  # of modules' first buffers
 
@@ -23,6 +26,11 @@ def _notice(module: torch.nn.Module, _name: str, _buffer: torch.Tensor | None) -
 
 # Once and for good, as in `changes`.
 torch_module.register_module_buffer_registration_hook(_notice)
+
+
+def looks_at(model: torch.nn.Module) -> tuple[Callable[[], _C.ModelDescription], Buffers]:
+    """Functions by which an engine sees the model as it is: all of it, and its buffers alone."""
+    return describer(model), Buffers(model)
 
 
 class Buffers:

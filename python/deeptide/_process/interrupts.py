@@ -77,7 +77,7 @@ def held_signals(longest: float = _LONGEST) -> Iterator[None]:
         yield
         return
     held = _Held(longest)
-    for number in _SIGNALS:
+    for number in map(int, _SIGNALS):
         handler = signal.getsignal(number)
         if callable(handler):  # not C's, which raises nothing
             held.handlers[number] = handler

@@ -276,7 +276,7 @@ class PipelineEngine(Engine):
 
     @told
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> str:
-        """As any engine's. Collective over all stages."""
+        """Saves as any engine does. Collective over all stages."""
         if self._stage is not None:
             with held_signals():
                 micro_batches.agree_to_save(self._stage, handles_exception())

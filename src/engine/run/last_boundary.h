@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What forward passes change besides gradients, as it was when the last step ended.
+// Keeps buffers and generators, which forward passes change, as they were when the last step ended.
 #pragma once
 
 #include <cstdint>

@@ -402,8 +402,8 @@ StepOutcome Stepper::apply(const std::vector<Verdict>& verdicts) {
   return outcome;
 }
 
-/// What fails or is interrupted in here leaves some parameters stepped and others not: until a load, no step goes on
-/// from that, and no checkpoint holds it.
+/// An error or an interrupt in here leaves some parameters stepped and others not: until a load, no step goes on from
+/// that, and no checkpoint holds it.
 void Stepper::apply_gradients(const std::vector<Verdict>& verdicts, double scale) {
   Progress& progress = parts_.progress;
   const auto active = terms_.agree_on_active(verdicts, parts_.model.trainable());

@@ -281,11 +281,17 @@ def hyper(life, act, saves):
     return {}
 
 
+def _is_within(life):
+    """Whether a save holds the end of the last step."""
+    counts = life.override is None and life.micro_steps % life.phase["gas"]
+    return bool(counts) or any(rank.has_forward or rank.sums for rank in life.ranks)
+
+
 def save(life, act, saves):
     if any(rank.rehung for rank in life.ranks):
         raise UndefinedError("where the gradient of a parameter is that had another type meanwhile")
     life.enter()
-    saves[act["tag"]] = {**life.save(), "phase": life.phase, "within": life.is_within()}
+    saves[act["tag"]] = {**life.save(), "phase": life.phase, "within": _is_within(life)}
     return {}
 
 

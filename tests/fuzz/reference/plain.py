@@ -12,17 +12,8 @@ from actions.loaders import Loader
 from actions.programs import LOSS_SCALE, OWN, STATES, is_low, placement_of, quantized_in
 from torch import nn
 
-from reference.expected import (
-    BY_HAND,
-    MISFIT,
-    MOVED,
-    NEEDS_GRAD,
-    NO_GRADIENT,
-    OF_ANOTHER,
-    TWO_VALUES,
-    UNFROZEN,
-    UndefinedError,
-)
+from reference import expected
+from reference.expected import BY_HAND, MISFIT, MOVED, NEEDS_GRAD, NO_GRADIENT, OF_ANOTHER, TWO_VALUES, UNFROZEN
 from reference.noise import EPSILON, OF_MASTERS, OF_MOMENTS, OF_QUANTIZED
 from reference.partly import Shares, cast, make_plain
 
@@ -256,11 +247,6 @@ class Life:
     def is_boundary(self):
         return self.override if self.override is not None else (self.micro_steps + 1) % self.phase["gas"] == 0
 
-    def is_within(self):
-        """Whether a save holds the end of the last step."""
-        counts = self.override is None and self.micro_steps % self.phase["gas"]
-        return bool(counts) or any(rank.has_forward or rank.sums for rank in self.ranks)
-
     def step(self, joined=()):
         """Returns the outcome as every rank sees it; `joined` are the ranks that only take part."""
         at_boundary = self.is_boundary()
@@ -270,7 +256,7 @@ class Life:
         self._run_hooks("pre", at_boundary)
         alone = self.override is False and self.setting.stage < 2 and len(self.ranks) > 1
         if alone and any(self._moved(rank) or self._check_step(rank) for rank in self.ranks):
-            raise UndefinedError("how ranks go on when one of them alone fails in a step that is no boundary")
+            raise expected.UndefinedError("how ranks go on when one of them alone fails in a step that is no boundary")
         self.enter(self._check_step)
         for rank in self.ranks:
             self._take_by_hand(rank)
@@ -285,8 +271,7 @@ class Life:
             self._run_hooks("post", outcome["result"] == "applied")
         for rank in self.ranks:
             rank.has_forward &= not at_boundary
-            rank.added.clear()
-            rank.rehung.clear()
+            rank.added, rank.rehung = set(), set()
         self.shares.is_uncertain = False
         self.micro_steps += 1
         return outcome
@@ -488,8 +473,7 @@ class Life:
                         p.copy_(weights[name])
                 for name, value in (*rank.model.named_buffers(), *self.late(rank)[0].items()):
                     value.copy_(buffers[name] if name in buffers else weights[name])
-            rank.hyper = [dict(group) for group in saved["hyper"]]
-            rank.has_forward = False
+            rank.hyper, rank.has_forward = [dict(group) for group in saved["hyper"]], False
             if rank.loader:
                 rank.loader.go_to(*saved["data"])
         for pruning in self.prunings:

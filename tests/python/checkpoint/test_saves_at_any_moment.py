@@ -82,7 +82,7 @@ def test_a_save_within_an_accumulation_is_the_last_boundary_and_training_goes_on
 
 
 def save_after_writes(folder):
-    """What a program does to buffers between steps is saved as it is now."""
+    """Saves what a program does to buffers between steps."""
     deeptide.init_distributed()
     engine, loader = start(None, 2, kind=Normed)
     train(engine, loader, 1)

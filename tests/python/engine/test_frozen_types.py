@@ -77,7 +77,7 @@ class Complex(nn.Module):
 
 
 class Real(Complex):
-    """What the error advises."""
+    """Follows the advice of the error."""
 
     def __init__(self):
         super().__init__()
