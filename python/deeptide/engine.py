@@ -220,7 +220,7 @@ class Engine(Answers, WholeSteps, LessWork, Observed, Offloading):
             run_hooks("post")
         if outcome.applied:
             self._advance_schedules(lr_kwargs)
-        if at_boundary:
+        if at_boundary and outcome.result != _C.StepResult.accumulating:
             self._last_boundary.note(self)
         return outcome
 
