@@ -70,6 +70,8 @@ struct InitOptions {
   /// Describes the model as it is when called: at every save, load and export, for modules rebind buffers and replace
   /// parameters. Absent: the model stays what it was.
   std::function<ModelDescription()> describe = {};
+  /// The buffers of `describe` alone: called at the end of each step. Absent: they are known as of the last `describe`.
+  std::function<std::vector<NamedTensor>()> buffers = {};
   /// Steps in the place of `optimizer`. Its groups have hyper-parameters of its info().
   std::shared_ptr<CustomOptimizer> custom = {};
   /// Axes beside the data axis, as pipeline_axes gives them. Null: there are none.
@@ -152,6 +154,14 @@ struct SaveOptions {
   bool exclude_frozen_parameters = false;  // as an adapter's base: a load leaves them as they are
   std::optional<bool> blocking;            // absent: as the configuration's "checkpoint" says
   std::optional<SaveContents> contents;    // likewise
+  bool in_handler = false;                 // of an exception: saves the last step's end; ranks in step() may come yet
+};
+
+/// Thrown by step(), which has changed nothing: another rank saves in the handler of an exception. This rank may save
+/// as well, or end.
+class DEEPTIDE_API SaveMeetsStepError : public CommError {
+ public:
+  using CommError::CommError;
 };
 
 struct LoadOptions {
@@ -185,6 +195,8 @@ class DEEPTIDE_API Engine {
   void zero_grad();
   /// Whether this rank has a gradient that zero_grad() would drop, whoever ran backward.
   bool has_gradients() const;
+  /// Whether a checkpoint saved now would be of the last step's end: this rank has begun what the next one is to be of.
+  bool is_within_accumulation() const;
 
   bool is_gradient_accumulation_boundary() const;
   void set_gradient_accumulation_boundary(std::optional<bool> boundary);

@@ -19,6 +19,9 @@ DEEPTIDE_API void set_blocking_region(BlockingRegion region);
 using InterruptCheck = std::function<void()>;
 DEEPTIDE_API void set_interrupt_check(InterruptCheck check);
 
+/// Whether this thread waits in the middle of a step's update: a handler that throws there leaves half of it.
+DEEPTIDE_API bool is_in_update();
+
 /// Throws the error as the language's own. Torch's operators and autograd, between a wait and the user's code, would
 /// turn a CommError into a nameless runtime error.
 using ErrorThrower = std::function<void(const CommError&)>;

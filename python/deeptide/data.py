@@ -169,11 +169,12 @@ class DataLoader:
         """Sets where the next iteration begins. One that is under way goes on from there, to the end of that epoch."""
         self._epoch, self._batch, self._begun = epoch, batch, False
 
-    def state_dict(self) -> dict[str, int]:
-        """The position, in samples of the whole world: it holds for another number of ranks too."""
+    def state_dict(self, position: tuple[int, int] | None = None) -> dict[str, int]:
+        """The position, now or an earlier one, in samples of the whole world: it holds for other numbers of ranks."""
+        epoch, batch = position or self.position()
         return {
-            "epoch": self._epoch,
-            "samples": self._batch * self._world_batch,
+            "epoch": epoch,
+            "samples": batch * self._world_batch,
             "num_samples": self._num_samples,
             "seed": self._seed,
         }

@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_map_only
 from deeptide import _C, schedule, utils
 from deeptide._C import Config, ConfigError, StepOutcome
 from deeptide._engine import checkpoint as _checkpoint
-from deeptide._engine import offload_states as _offload_states
 from deeptide._engine.answers import Answers
 from deeptide._engine.batches import WholeSteps
 from deeptide._engine.less_work import LessWork, Schedules
 from deeptide._engine.observed import Observed
+from deeptide._engine.offload_states import Offloading
 from deeptide._engine.rebuild import rebuild
 from deeptide._engine.snapshot import copy_of
 from deeptide._model import changes
@@ -30,6 +30,7 @@ from deeptide._model.compiled import compile_model
 from deeptide._model.extra_state import read_extra_states
 from deeptide._model.mixed_types import explain_mixed_types
 from deeptide._process.ends import end_with_interpreter
+from deeptide._process.interrupts import BEFORE_UPDATES, held_signals, wait_for_signal
 from deeptide._process.log import say
 from deeptide._process.preemption import leave_evaluation_if_preempted, leave_if_preempted
 from deeptide._process.reports import told
@@ -50,7 +51,7 @@ def _as_fp16(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.half() if tensor.is_floating_point() else tensor
 
 
-class Engine(Answers, WholeSteps, LessWork, Observed):
+class Engine(Answers, WholeSteps, LessWork, Observed, Offloading):
     """Shards, trains and saves one model. Made by `deeptide.initialize`; unknown attributes are the model's."""
 
     client_state_on_preempt: Callable[[], dict[str, Any]] | None = None
@@ -86,6 +87,7 @@ class Engine(Answers, WholeSteps, LessWork, Observed):
         self._boundary: bool | None = None  # what set_gradient_accumulation_boundary was told
         self._in_no_sync = False
         self._own_batches: Iterator[Any] | None = None  # of the training data, for train_batch()
+        self._last_boundary = _checkpoint.LastBoundary()
         self._said: set[str] = set()
         self.is_compiled = False  # compile() was called
         self.is_destroyed = False
@@ -99,6 +101,7 @@ class Engine(Answers, WholeSteps, LessWork, Observed):
             if hasattr(owned, "attach"):
                 owned.attach(self)
         self._know_parameters()
+        self._last_boundary.note(self)
         self._begin_to_observe()
         end_with_interpreter(self)
         explain_mixed_types(self.module)
@@ -182,6 +185,10 @@ class Engine(Answers, WholeSteps, LessWork, Observed):
 
     def _step(self, take: Callable[[], _Outcome], lr_kwargs: dict[str, Any] | None) -> _Outcome:
         """Ends a micro-batch by `take()` and returns its outcome; None when all ranks have joined."""
+        with held_signals(BEFORE_UPDATES):
+            return self._step_whole(take, lr_kwargs)
+
+    def _step_whole(self, take: Callable[[], _Outcome], lr_kwargs: dict[str, Any] | None) -> _Outcome:
         schedule.check_arguments(self.lr_scheduler, lr_kwargs)
         changes.tell(self)
         at_boundary = self._core.is_gradient_accumulation_boundary()
@@ -195,6 +202,9 @@ class Engine(Answers, WholeSteps, LessWork, Observed):
                 outcome = take()
             except _C.DriftError:  # of a step that was applied
                 self._advance_schedules(lr_kwargs)
+                raise
+            except _C.SaveMeetsStepError:
+                wait_for_signal()  # which raises in this one's place
                 raise
         if self._activations is not None:
             self._activations.after_step(outcome)
@@ -210,6 +220,8 @@ class Engine(Answers, WholeSteps, LessWork, Observed):
             run_hooks("post")
         if outcome.applied:
             self._advance_schedules(lr_kwargs)
+        if at_boundary and outcome.result != _C.StepResult.accumulating:
+            self._last_boundary.note(self)
         return outcome
 
     def _advance_schedules(self, lr_kwargs: dict[str, Any] | None) -> None:
@@ -328,6 +340,9 @@ class Engine(Answers, WholeSteps, LessWork, Observed):
     ) -> str:
         """Saves all that an exact resume needs into save_dir/tag; returns that folder. Collective.
 
+        At any moment, also where an exception or an interrupt is handled: within an accumulation it saves the state
+        that the last step left, data position included; gradients since then stay for the next step.
+
         With exclude_frozen_parameters, parameters that are not trained, such as the base of an adapter, are left out:
         a load leaves them as they are. With blocking=False it returns at once: a thread writes the state of now while
         training goes on, the folder appears once all ranks have written, and the outcome of a later step() tells
@@ -339,13 +354,18 @@ class Engine(Answers, WholeSteps, LessWork, Observed):
         kinds = _C.SaveContents.__members__
         if contents is not None and contents not in kinds:
             raise ConfigError(f"save_checkpoint: contents is {contents!r}, expected one of {', '.join(kinds)}")
-        text = _checkpoint.pack_client_state(client_state, self)
-        name = "" if tag is None else str(tag)
+        in_handler = _checkpoint.handles_exception()
+        folder, name = os.fspath(save_dir), "" if tag is None else str(tag)
         kind = None if contents is None else kinds[contents]
-        with self._synced():
-            return self._core.save_checkpoint(
-                os.fspath(save_dir), name, text, save_latest, exclude_frozen_parameters, blocking, kind
-            )
+        with held_signals(), self._synced():
+            within = in_handler or self._core.is_within_accumulation()
+            text = _checkpoint.pack_client_state(client_state, self, within)
+            try:
+                return self._core.save_checkpoint(
+                    folder, name, text, save_latest, exclude_frozen_parameters, blocking, kind, in_handler
+                )
+            except _C.CommError as error:
+                raise _C.CommError(f"{error} {_checkpoint.NOT_SAVED}") from error
 
     @told
     def wait_for_save(self) -> str | None:
@@ -451,27 +471,6 @@ class Engine(Answers, WholeSteps, LessWork, Observed):
         Joins shards, slices and the stages of a pipeline, whose `module_state_dict` are their own parts.
         """
         return OrderedDict(self._core.whole_model(exclude_frozen_parameters))
-
-    @told
-    def offload_states(
-        self,
-        include: Iterable[str] | None = None,
-        device: str = "cpu",
-        pin_memory: bool = True,
-        non_blocking: bool = False,
-        nvme_path: str | Sequence[str] | None = None,
-    ) -> None:
-        """Between two steps: frees memory of states until `reload_states`; see docs/from-deepspeed.md. Collective.
-
-        `include`: "optim_states", "hp_params" (masters), "lp_grads" and "contiguous_grad_buffer"; None: all of them.
-        Parameters stay. `device`: "nvme", in `nvme_path` or the configuration's; "cpu" leaves a CPU engine's there.
-        """
-        _offload_states.offload_states(self._core, include, device, nvme_path)
-
-    @told
-    def reload_states(self, non_blocking: bool = False) -> None:
-        """Brings back what `offload_states` moved; `step()` needs it. Collective."""
-        self._core.reload_states()
 
     @told
     def empty_partition_cache(self) -> None:

@@ -65,9 +65,9 @@ HandlePointer make_engine(const ModelDescription& model, const Config& config, c
 
 std::string save_checkpoint(EngineHandle& handle, const std::string& directory, const std::string& tag,
                             const std::string& client_state_json, bool save_latest, bool exclude_frozen_parameters,
-                            std::optional<bool> blocking, std::optional<SaveContents> contents) {
+                            std::optional<bool> blocking, std::optional<SaveContents> contents, bool in_handler) {
   return handle.get()->save_checkpoint(directory, tag, client_state_json,
-                                       {save_latest, exclude_frozen_parameters, blocking, contents});
+                                       {save_latest, exclude_frozen_parameters, blocking, contents, in_handler});
 }
 
 using Loaded = std::optional<std::pair<std::string, std::string>>;
@@ -141,6 +141,7 @@ void bind_training(EngineClass& engine) {
       .def("join_step", forward_to(&Engine::join_step), NoGil())
       .def("zero_grad", forward_to(&Engine::zero_grad), NoGil())
       .def("has_gradients", forward_to(&Engine::has_gradients), NoGil())
+      .def("is_within_accumulation", forward_to(&Engine::is_within_accumulation), NoGil())
       .def("is_gradient_accumulation_boundary", forward_to(&Engine::is_gradient_accumulation_boundary), NoGil())
       .def("set_gradient_accumulation_boundary", forward_to(&Engine::set_gradient_accumulation_boundary),
            py::arg("boundary"), NoGil())
@@ -188,7 +189,7 @@ void bind_state(EngineClass& engine) {
       .def("save_checkpoint", &save_checkpoint, py::arg("directory"), py::arg("tag") = "",
            py::arg("client_state_json") = "{}", py::arg("save_latest") = true,
            py::arg("exclude_frozen_parameters") = false, py::arg("blocking") = std::nullopt,
-           py::arg("contents") = std::nullopt, NoGil())
+           py::arg("contents") = std::nullopt, py::arg("in_handler") = false, NoGil())
       .def("should_preempt", forward_to(&Engine::should_preempt), NoGil())
       .def("preempt", forward_to(&Engine::preempt), NoGil())
       .def("wait_for_save", forward_to(&Engine::wait_for_save), NoGil())

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include "bindings.h"
+#include "deeptide/engine.h"
 #include "deeptide/interpreter.h"
 
 namespace deeptide::python {
@@ -14,6 +15,7 @@ namespace {
 struct ErrorTypes {
   PyObject* config = nullptr;
   PyObject* comm = nullptr;
+  PyObject* save_meets_step = nullptr;
   PyObject* checkpoint = nullptr;
   PyObject* non_finite = nullptr;
   PyObject* drift = nullptr;
@@ -43,6 +45,8 @@ void translate(std::exception_ptr pointer) {
     std::rethrow_exception(pointer);
   } catch (const ConfigError& error) {
     py::set_error(error_types().config, error.what());
+  } catch (const SaveMeetsStepError& error) {
+    py::set_error(error_types().save_meets_step, error.what());
   } catch (const CommError& error) {
     py::set_error(error_types().comm, error.what());
   } catch (const CheckpointError& error) {
@@ -92,6 +96,8 @@ void bind_errors(py::module_& module) {
   auto& types = error_types();
   types.config = add_error(module, "ConfigError", "The configuration or an argument is wrong.", PyExc_ValueError);
   types.comm = add_error(module, "CommError", "A peer was lost or a wait timed out.", PyExc_RuntimeError);
+  types.save_meets_step =
+      add_error(module, "SaveMeetsStepError", "Another rank saves in the handler of an exception.", types.comm);
   types.checkpoint = add_error(module, "CheckpointError", "A checkpoint cannot be written or read, or does not fit.",
                                PyExc_RuntimeError);
   types.non_finite =
@@ -99,6 +105,7 @@ void bind_errors(py::module_& module) {
                 PyExc_RuntimeError);
   types.drift = add_error(module, "DriftError", "Ranks hold different values of what they all have a copy of.",
                           PyExc_RuntimeError);
+  module.def("is_in_update", &is_in_update);
   set_error_thrower(&throw_in_python);
   set_blocking_region(&wait_without_gil);
   set_interrupt_check(&check_signals);

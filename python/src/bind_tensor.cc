@@ -29,16 +29,27 @@ std::shared_ptr<const engine::Axes> axes_of(const std::optional<World>& world, i
   return tensor_axes({.pipeline = stages, .tensor = team->size()}, ranks, std::move(cut), adding, team);
 }
 
+using Buffers = std::function<std::vector<std::pair<std::string, at::Tensor>>()>;
+
+std::function<std::vector<NamedTensor>()> named(std::optional<Buffers> buffers) {
+  if (!buffers) return nullptr;
+  return [buffers = *std::move(buffers)] {
+    std::vector<NamedTensor> all;
+    for (auto& [name, tensor] : buffers()) all.push_back({std::move(name), std::move(tensor)});
+    return all;
+  };
+}
+
 using OptionsPtr = std::unique_ptr<InitOptions, DeleteWithoutGil<InitOptions>>;
 
 OptionsPtr make_options(std::optional<World> world, std::vector<ParameterGroup> groups,
                         std::optional<std::string> optimizer, std::optional<std::function<ModelDescription()>> describe,
-                        const py::object& custom, int stages, const std::optional<Team>& team, const Slices& slices,
-                        const std::vector<std::string>& adding) {
+                        std::optional<Buffers> buffers, const py::object& custom, int stages,
+                        const std::optional<Team>& team, const Slices& slices, const std::vector<std::string>& adding) {
   auto axes = axes_of(world, stages, team.value_or(nullptr), slices, adding);
   return OptionsPtr(new InitOptions{std::move(world), std::move(groups), std::move(optimizer),
-                                    std::move(describe).value_or(nullptr), make_custom_optimizer(custom),
-                                    std::move(axes)});
+                                    std::move(describe).value_or(nullptr), named(std::move(buffers)),
+                                    make_custom_optimizer(custom), std::move(axes)});
 }
 
 }  // namespace
@@ -71,9 +82,9 @@ void bind_tensor(py::module_& module) {
       py::arg("ranks"), py::arg("pipeline") = 1, py::arg("tensor") = 1, py::arg("data") = std::nullopt);
   py::class_<InitOptions, OptionsPtr>(module, "InitOptions")
       .def(py::init(&make_options), py::arg("world") = std::nullopt, py::arg("groups") = std::vector<ParameterGroup>(),
-           py::arg("optimizer") = std::nullopt, py::arg("describe") = std::nullopt, py::arg("custom") = py::none(),
-           py::arg("stages") = 1, py::arg("team") = std::nullopt, py::arg("slices") = Slices(),
-           py::arg("adding") = std::vector<std::string>());
+           py::arg("optimizer") = std::nullopt, py::arg("describe") = std::nullopt, py::arg("buffers") = std::nullopt,
+           py::arg("custom") = py::none(), py::arg("stages") = 1, py::arg("team") = std::nullopt,
+           py::arg("slices") = Slices(), py::arg("adding") = std::vector<std::string>());
 }
 
 }  // namespace deeptide::python

@@ -18,6 +18,7 @@ InterruptCheck& interrupt_check() {
 }
 
 thread_local bool handling = false;
+thread_local int updates = 0;
 
 struct Handling {
   Handling() { handling = true; }
@@ -27,6 +28,11 @@ struct Handling {
 }  // namespace
 
 void set_interrupt_check(InterruptCheck check) { interrupt_check() = std::move(check); }
+
+Update::Update() { ++updates; }
+Update::~Update() { --updates; }
+
+bool is_in_update() { return updates > 0; }
 
 bool has_interpreter() { return interrupt_check() != nullptr; }
 

@@ -26,6 +26,14 @@ void check_interrupts();
 /// Whether a language binding has installed that check.
 bool has_interpreter();
 
+/// While it lives, this thread changes what all ranks must change alike: an error would leave some of it changed.
+class Update {
+ public:
+  Update();
+  ~Update();
+  Update(const Update&) = delete;
+};
+
 /// Errors: std::runtime_error if this thread runs such a handler. The wait that it interrupted holds the engine's
 /// locks, so `method`, which takes them, would wait for itself.
 void refuse_in_interrupt_handler(const char* method);

@@ -302,7 +302,8 @@ std::string Group::name_of(int rank) const {
 }
 
 std::string Group::text(const Site& site) const {
-  return "step " + std::to_string(step()) + ", " + site.phase + ", " + site.what;
+  const std::string engine = options_.board ? options_.board->engine() : "";
+  return engine + "step " + std::to_string(step()) + ", " + site.phase + ", " + site.what;
 }
 
 bool Group::wait_for(Pending& pending, milliseconds limit, const Site& site) {
@@ -394,6 +395,10 @@ std::optional<std::string> Group::find_killed() const {
   return killed;
 }
 
+std::optional<int> Group::find_process(int rank) const {
+  return options_.host ? options_.host->find_process(rank) : std::nullopt;
+}
+
 std::string Group::find_cause(const Site& site, std::optional<std::string> reported) const {
   world::FailureBoard& board = *options_.board;
   if (!reported) {
@@ -403,8 +408,10 @@ std::string Group::find_cause(const Site& site, std::optional<std::string> repor
   }
   // A diagnosis takes half a second and writes to the store: skip it if a rank has reported the cause.
   const bool is_known = reported && !find_killed() && board.is_reachable();
-  const std::string cause =
-      is_known ? *reported : board.diagnose("waits: " + text(site), [this] { return find_killed(); });
+  const std::string cause = is_known ? *reported
+                                     : board.diagnose(
+                                           "waits: " + text(site), [this] { return find_killed(); },
+                                           [this](int rank) { return find_process(rank); });
   board.note_cause(cause);
   return cause;
 }

@@ -162,6 +162,7 @@ class Group {
   bool advance(Pending& pending, std::chrono::milliseconds limit, const Site& site);
   /// Names a rank of this machine that was killed, and an error that stands: it may be that rank's.
   std::optional<std::string> find_killed() const;
+  std::optional<int> find_process(int rank) const;
   /// Why this rank's wait ends, as other ranks report it, or have `reported`; the board notes it.
   std::string find_cause(const Site& site, std::optional<std::string> reported = {}) const;
   [[noreturn]] void time_out(const Site& site) const;

@@ -58,6 +58,7 @@ struct Close {
   bool has_written = false;   // this rank's program wrote into its private view of shared parameters
   bool failed = false;        // this rank cannot take part: it throws, and so do the others
   bool asked_to_go = false;   // this rank got a signal to save and end
+  bool in_handler = false;    // of an exception, in which this rank saves
   int64_t rounds = 0;         // of reductions: required by a step, started before anything drops gradients
   int32_t writes = 0;         // as in Wishes
   int64_t launched = 0;       // likewise
@@ -93,6 +94,8 @@ struct SaveName {
   bool exclude_frozen = false;
   bool blocking = true;
   SaveContents contents = SaveContents::all;
+  bool within = false;  // an accumulation, on this rank
+  int64_t global_steps = 0;
 };
 
 /// Whether a rank could do its part, and a digest of what it saw.

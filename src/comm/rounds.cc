@@ -11,6 +11,7 @@
 #include <variant>
 
 #include "base/invariant.h"
+#include "deeptide/errors.h"
 
 namespace deeptide::comm {
 
@@ -104,10 +105,17 @@ void Rounds::exchange_bytes(const void* own, void* all, size_t bytes, const Site
   if (bytes == 0) return;  // on all ranks: there may be no memory to copy from
   const std::lock_guard lock(mutex_);
   DEEPTIDE_INVARIANT(posted_.empty(), "a round is already under way");
+  if (!left_.empty()) {
+    throw CommError("this rank stopped waiting while it was " + left_ +
+                    ", and would take the others' next message for their answer; end the process and resume from the "
+                    "last checkpoint, which is as it was");
+  }
   const at::Tensor in = bytes_of(bytes), out = bytes_of(bytes * static_cast<size_t>(control_.size()));
   std::memcpy(in.mutable_data_ptr(), own, bytes);
   Pending pending = control_.all_gather(out, in);
+  left_ = site.what;
   control_.wait(pending, site);
+  left_.clear();
   ++count_;
   std::memcpy(all, out.const_data_ptr(), out.nbytes());
 }

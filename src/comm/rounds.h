@@ -13,6 +13,7 @@
 #include <mutex>
 #include <optional>
 #include <span>
+#include <string>
 #include <type_traits>
 #include <vector>
 
@@ -100,6 +101,7 @@ class Rounds {
   std::deque<Round> posted_;  // in their order
   std::optional<Wait> wait_;  // for the first of them; nothing: nobody has waited yet
   Round spare_;               // the last one's memory
+  std::string left_;          // of a vote that ended in an error here, and that others may complete yet; empty: none
   std::atomic<int64_t> count_{0};
   std::atomic<int64_t> announced_{0}, most_announced_{0};
   std::atomic<int64_t> launched_{0}, awaited_{0}, launched_by_all_{0};

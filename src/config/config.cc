@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <sstream>
 
@@ -22,6 +23,28 @@ namespace deeptide {
 namespace {
 
 using config::Values;
+
+// A program may change its folder before a path of the configuration is used.
+void make_absolute(std::string& path) {
+  if (!path.empty()) path = std::filesystem::absolute(path).string();
+}
+
+void make_paths_absolute(Config::Sections& sections) {
+  const auto all = [](std::vector<std::string>& folders) {
+    std::for_each(folders.begin(), folders.end(), make_absolute);
+  };
+  all(std::get<OffloadOptimizerConfig>(sections).folders);
+  all(std::get<OffloadParamConfig>(sections).folders);
+  all(std::get<PlacementConfig>(sections).folders);
+  all(std::get<CheckpointConfig>(sections).folders);
+  make_absolute(std::get<CheckpointConfig>(sections).preempt_folder);
+  make_absolute(std::get<TensorboardConfig>(sections).output_path);
+  make_absolute(std::get<CsvMonitorConfig>(sections).output_path);
+  make_absolute(std::get<JsonlMonitorConfig>(sections).output_path);
+  make_absolute(std::get<TimelineConfig>(sections).output_path);
+  auto& profile = std::get<FlopsProfilerConfig>(sections).output_file;
+  if (profile) make_absolute(*profile);
+}
 
 // Every key that is bound fills its field; a section that is off fills its fields as well.
 void fill(const Values& values, Config::Sections& sections) {
@@ -85,6 +108,7 @@ Config::Config(std::string text, std::string origin) : origin_(std::move(origin)
   config::check_rules(values, std::get<PlacementConfig>(sections_), problems);
   problems.raise();
   fill(values, sections_);
+  make_paths_absolute(sections_);
   if (elasticity().enabled) {
     config::check_scheduler_contract(elasticity(), std::getenv("DEEPSPEED_ELASTICITY_CONFIG"));
   }

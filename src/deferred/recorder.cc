@@ -7,6 +7,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <pthread.h>
 
 #include <algorithm>
 #include <atomic>
@@ -16,6 +17,7 @@
 #include "deferred/history.h"
 #include "deferred/memory.h"
 #include "deferred/traits.h"
+#include "device/memory/idle_memory.h"
 #include "device/torch_versions.h"
 
 namespace deeptide::deferred {
@@ -210,6 +212,20 @@ void keep_arguments(Operation& operation) {
   }
 }
 
+at::Generator default_generator() { return at::detail::getDefaultCPUGenerator(); }
+
+/// Threads that build a model hold the generator's lock most of the time: a child forked meanwhile, such as a loader's
+/// worker, would wait for it for ever. Who holds it allocates, so a fork takes the heap's lock after it: handlers run
+/// from the one registered last.
+void keep_generator_for_children() {
+  static const int watched = [] {
+    device::watch_forks();
+    return ::pthread_atfork([] { default_generator().mutex().lock(); }, [] { default_generator().mutex().unlock(); },
+                            [] { default_generator().mutex().unlock(); });
+  }();
+  static_cast<void>(watched);
+}
+
 /// The state of the generator that the call will draw from. Undefined if it is not the CPU's, as for a device's
 /// tensors.
 Tensor generator_state(const Call& call) {
@@ -346,7 +362,10 @@ bool make_new(Call& call, c10::DispatchKeySet below) {
 
 }  // namespace
 
-Scope::Scope(int64_t least) : min_bytes_before_(min_bytes) { min_bytes = std::max<int64_t>(least, 1); }
+Scope::Scope(int64_t least) : min_bytes_before_(min_bytes) {
+  keep_generator_for_children();
+  min_bytes = std::max<int64_t>(least, 1);
+}
 Scope::~Scope() {
   min_bytes = min_bytes_before_;
   release_idle_memory();

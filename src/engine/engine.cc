@@ -3,6 +3,8 @@
 // Forwards every public method to the parts of the engine.
 #include "deeptide/engine.h"
 
+#include <filesystem>
+
 #include "deeptide/compression.h"
 #include "deferred/recorder.h"
 #include "engine/design/optimizer_groups.h"
@@ -63,6 +65,7 @@ void Engine::zero_grad() {
 }
 
 bool Engine::has_gradients() const { return impl_->has_gradients(); }
+bool Engine::is_within_accumulation() const { return impl_->is_within_accumulation(); }
 bool Engine::is_gradient_accumulation_boundary() const { return impl_->stepper->is_boundary(); }
 void Engine::set_gradient_accumulation_boundary(std::optional<bool> boundary) {
   impl_->stepper->set_boundary(boundary);
@@ -80,7 +83,10 @@ const World& Engine::world() const { return impl_->channels.world(); }
 const Config& Engine::config() const { return impl_->config; }
 at::Device Engine::device() const { return impl_->model.device(); }
 
-void Engine::begin_forward(int64_t tokens) { impl_->reporter.begin_forward(tokens, impl_->progress.global_steps); }
+void Engine::begin_forward(int64_t tokens) {
+  impl_->last.note_forward();
+  impl_->reporter.begin_forward(tokens, impl_->progress.global_steps);
+}
 StepTimes Engine::step_times() const { return impl_->reporter.last_times(); }
 std::string Engine::limit() const { return impl_->reporter.limit(); }
 std::vector<CollectiveLine> Engine::collectives() const { return impl_->reporter.collectives(); }
@@ -117,8 +123,11 @@ std::string Engine::save_checkpoint(const std::string& directory, const std::str
 }
 std::string Engine::save_checkpoint(const std::string& directory, const std::string& tag,
                                     const std::string& client_state_json, const SaveOptions& options) {
-  return impl_->told("save_checkpoint",
-                     [&] { return impl_->save_checkpoint(directory, tag, client_state_json, options); });
+  // A thread may write long after the program has changed its folder.
+  const std::string folder = directory.empty() ? directory : std::filesystem::absolute(directory).string();
+  SaveOptions now = options;
+  now.in_handler = options.in_handler || std::current_exception() != nullptr;
+  return impl_->told("save_checkpoint", [&] { return impl_->save_checkpoint(folder, tag, client_state_json, now); });
 }
 bool Engine::should_preempt() { return impl_->preemption->is_pressing(); }
 void Engine::preempt() {

@@ -22,6 +22,7 @@
 #include "engine/bind/channels.h"
 #include "engine/bind/live_model.h"
 #include "engine/bind/settle.h"
+#include "engine/run/last_boundary.h"
 #include "engine/run/preemption.h"
 #include "engine/run/progress.h"
 #include "engine/run/rewind.h"
@@ -75,6 +76,7 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   void set_local_state(const std::string& name, const std::string& role, const at::Tensor& values);
 
   bool has_gradients() const;
+  bool is_within_accumulation() const;
   std::vector<at::Tensor> rounding_errors() const {
     return reducer ? reducer->rounding_errors() : std::vector<at::Tensor>();
   }
@@ -114,7 +116,8 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
     try {
       return run();
     } catch (const std::exception& error) {
-      if (dynamic_cast<const CommError*>(&error)) *lost = true;
+      const bool meets_save = dynamic_cast<const SaveMeetsStepError*>(&error) != nullptr;  // after which ranks may go on
+      if (!meets_save && dynamic_cast<const CommError*>(&error)) *lost = true;
       board->report_error(std::string("failed in ") + method, error.what());
       throw;
     }
@@ -137,6 +140,7 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   engine::BoundModel model;
   const engine::Origin origin;
   engine::LiveModel live;
+  engine::LastBoundary last;
   engine::LinkReport links;
   report::Reporter reporter;
   std::unique_ptr<sharding::Residency> residency;
@@ -167,18 +171,23 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   void measure_ratio();
   zero::StatePlacement place_states();
   void check_no_gradients(const char* method) const;
-  void check_between_steps(const char* method) const;
+  void restore_last_boundary(std::vector<NamedTensor>& buffers) const;
   void check_offloading(const OffloadStates& what) const;
   zero::StatePlacement place_away(const OffloadStates& what);
   void check_saving(const std::string& directory) const;
   std::set<std::string> names_of_other_stages(const std::vector<NamedTensor>& loose);
-  checkpoint::SaveTarget name_save(const std::string& directory, std::string tag, const SaveOptions& options,
-                                   bool blocking);
-  checkpoint::Snapshot take_snapshot(engine::LooseTensors& loose, bool exclude_frozen, nlohmann::json& state);
+  /// A save that all ranks agree on. `within`: an accumulation, so that the last boundary's state is saved.
+  struct NamedSave {
+    checkpoint::SaveTarget target;
+    bool within = false;
+  };
+  NamedSave name_save(const std::string& directory, std::string tag, const SaveOptions& options, bool blocking);
+  checkpoint::Snapshot take_snapshot(engine::LooseTensors& loose, const engine::Generators& generators,
+                                     bool exclude_frozen, nlohmann::json& state);
   void save_now(const checkpoint::SavePlan& plan);
   void check_rebuilding() const;
   std::pair<std::vector<comm::Close>, engine::LooseTensors> enter_alike(comm::Call call,
-                                                                        const std::function<void()>& check);
+                                                                        const std::function<void(comm::Close&)>& check);
   engine::LooseTensors enter_to_inspect();
   std::vector<engine::Listed> listed(const sharding::Unit& unit, const engine::LiveNames& names) const;
   void visit_model(const std::vector<NamedTensor>& more, bool exclude_frozen, const engine::ModelTaker& taker);

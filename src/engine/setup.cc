@@ -77,20 +77,28 @@ void warn_of_rates(const Config& config, const std::vector<ParameterGroup>& grou
   }
 }
 
+/// The root module's type.
+std::string type_of(const ModelDescription& model) {
+  const auto found = std::find_if(model.modules.begin(), model.modules.end(),
+                                  [](const ModuleInfo& module) { return module.path.empty(); });
+  return found == model.modules.end() ? "" : found->type;
+}
+
 }  // namespace
 
 Engine::Impl::Impl(const ModelDescription& description, const Config& given, const InitOptions& options)
     : config(given),
       ledger(std::make_shared<device::Ledger>(config.runtime().device_memory_cap)),
       channels(options.world, config, options.axes.get()),
-      notice(channels.board()),
+      notice((channels.name_engine(type_of(description)), channels.board())),
       batch(config.batch_sizes(channels.topology().num_batches())),
       custom(options.custom),
       settled(engine::settle(agreed(description, config, options, channels.control()), config, options, channels)),
       model(description, opened(channels, design), engine::buffer_types_of(config.precision()),
             design.is_shared ? settled.arena : nullptr, channels, ledger),
       origin(description, options),
-      live(model, description, options.describe),
+      live(model, description, options.describe, options.buffers),
+      last(live, model.device()),
       links(channels),
       reporter(config, reporting()) {
   if (config.runtime().tune_allocator && model.device().is_cpu()) install_cpu_allocator();
@@ -116,8 +124,9 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
   const engine::StepperParts parts{config,         batch,      design.policy, channels,     *boundary,  model,
                                    live,           *residency, reducer.get(), intake.get(), kept.get(), optimizer.get(),
                                    arrivals.get(), progress,   rewind.get(),  links,        reporter,   *saver,
-                                   *preemption};
+                                   *preemption,    last};
   stepper = std::make_unique<engine::Stepper>(parts, optim::make_schedule(config.scheduler()));
+  last.note(progress.micro_steps);
   if (channels.is_first()) log(LogLevel::info, config.report().dump_state ? summary() : brief());
   if (channels.is_first()) warn_of_rates(config, design.model.groups);
   if (channels.is_first() && config.report().dump_state) {

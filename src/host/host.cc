@@ -273,6 +273,14 @@ std::optional<std::string> Host::find_dead() const {
   return std::nullopt;
 }
 
+std::optional<int> Host::find_process(int rank) const {
+  for (const auto& watched : processes_) {
+    const bool is_other = watched.rank == rank && watched.process.pid() != ::getpid();  // ranks may be threads
+    if (is_other && !watched.process.has_ended()) return watched.process.pid();
+  }
+  return std::nullopt;
+}
+
 std::optional<std::string> Host::find_killed() const {
   const Watched* first = nullptr;
   std::string all;

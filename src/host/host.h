@@ -61,6 +61,8 @@ class Host {
   std::shared_ptr<device::SharedMemory> share(int64_t bytes, std::string& why_not, const Check& check = {});
   /// Returns a rank of this host whose process has ended, "rank 1's process 4711 has ended"; empty while all live.
   std::optional<std::string> find_dead() const;
+  /// The process of another rank of this machine, if it is alive.
+  std::optional<int> find_process(int rank) const;
   /// The same of a rank that has not told the board of its end. Of several, the one that a rank of this host missed
   /// first, since others may have ended for its sake; all of them if nobody can tell any more. Works where ranks of one
   /// machine share no memory, too. For waits that have failed: asks the store.

@@ -24,6 +24,9 @@ constexpr auto kAnswers = 2 * kPollFailures + milliseconds(50);  // for the othe
 constexpr milliseconds kLook{10};
 constexpr char kStoreLost[] = "rank 0 has probably ended, perhaps because another rank did: see its error";
 constexpr char kTakenBack[] = "-";  // in an error's place
+// Keys of all engines over a store: a rank that waits in one of them tells where, once a rank asks in another.
+constexpr char kElsewhereWanted[] = "deeptide/elsewhere/wanted";
+constexpr char kElsewhere[] = "deeptide/elsewhere/";
 
 /// Keeps the message of an error, without the stack trace that torch's have.
 std::string first_line(const std::string& text) { return text.substr(0, std::min<size_t>(text.find('\n'), 200)); }
@@ -46,6 +49,21 @@ FailureBoard::FailureBoard(const World& world, const std::string& prefix, millis
       process_(::getpid()) {}
 
 bool FailureBoard::has_listeners() const { return size_ > 1 && ::getpid() == process_; }
+
+void FailureBoard::name_engine(int64_t number, const std::string& model) {
+  engine_ = format_text("engine {}{}, ", number, model.empty() ? "" : " (" + model + ")");
+  is_later_engine_ = number > 1;
+}
+
+std::string FailureBoard::engine() const noexcept {
+  try {
+    const std::string count = "deeptide/engines/board/" + std::to_string(rank_);
+    const bool is_one_of_several = is_later_engine_ || (!engine_.empty() && store_ && store_->add(count, 0) > 1);
+    return is_one_of_several ? engine_ : "";
+  } catch (const std::exception&) {  // the store has ended
+    return "";
+  }
+}
 
 std::string FailureBoard::key(const std::string& kind, int64_t number) const {
   return prefix_ + "/" + kind + "/" + std::to_string(number);
@@ -149,6 +167,7 @@ void FailureBoard::note_cause(const std::string& cause) noexcept {
 
 std::optional<std::string> FailureBoard::failure(const std::string& own_place) noexcept {
   try {
+    answer_other_engines(own_place);
     if (!store_->check({prefix_ + "/news"})) return std::nullopt;  // all that a poll costs while all is well
     const bool wanted = !own_place.empty() && store_->check({prefix_ + "/places"});
     if (wanted) store_->set(key("place", rank_), to_bytes(own_place));
@@ -193,16 +212,26 @@ bool FailureBoard::is_failure() noexcept {
   }
 }
 
+void FailureBoard::answer_other_engines(const std::string& own_place) {
+  if (own_place.empty() || !store_->check({kElsewhereWanted})) return;
+  store_->set(kElsewhere + std::to_string(rank_), to_bytes(own_place));
+}
+
 /// Reads other ranks' reports.
-FailureBoard::Reports FailureBoard::read_reports() {
+FailureBoard::Reports FailureBoard::read_reports(const FindProcess& find_process) {
   Reports reports;
   for (int r = 0; r < size_; ++r) {
     if (r == rank_) continue;
     const auto place = read_if_there(*store_, key("place", r));
     if (place) {
       reports.places += "; " + name(r) + ": " + *place;
+    } else if (const auto elsewhere = read_if_there(*store_, kElsewhere + std::to_string(r))) {
+      reports.places += "; " + name(r) + " is in another engine and " + *elsewhere;
     } else {
       reports.missing += (reports.missing.empty() ? "" : ", ") + std::to_string(r) + mesh_.place(r);
+      if (const auto process = find_process ? find_process(r) : std::nullopt) {
+        reports.missing += format_text(" (alive as process {}: it computes, or its program waits elsewhere)", *process);
+      }
     }
   }
   return reports;
@@ -217,7 +246,8 @@ bool FailureBoard::is_reachable() noexcept {
   }
 }
 
-std::string FailureBoard::diagnose(const std::string& own_place, const FindCause& find_cause) noexcept {
+std::string FailureBoard::diagnose(const std::string& own_place, const FindCause& find_cause,
+                                   const FindProcess& find_process) noexcept {
   const auto end = std::chrono::steady_clock::now() + kAnswers;
   std::optional<std::string> known;
   const auto find = [&] {
@@ -228,13 +258,15 @@ std::string FailureBoard::diagnose(const std::string& own_place, const FindCause
   try {
     store_->set(key("place", rank_), to_bytes(own_place));
     store_->set(prefix_ + "/places", to_bytes("wanted"));
+    store_->set(kElsewhere + std::to_string(rank_), to_bytes(own_place));
+    store_->set(kElsewhereWanted, to_bytes("yes"));
     store_->set(prefix_ + "/news", to_bytes("yes"));
     find();
     const std::string cause = prefix_ + "/cause";
     if (known && !store_->check({cause})) store_->set(cause, to_bytes(*known));
     std::this_thread::sleep_until(end);
     if (const auto first = read_if_there(*store_, cause)) return *first;
-    const Reports reports = read_reports();
+    const Reports reports = read_reports(find_process);
     if (reports.missing.empty()) return "every rank is waiting" + reports.places;
     {
       std::lock_guard lock(mutex_);

@@ -61,6 +61,10 @@ class FailureBoard {
   std::optional<std::string> error() noexcept;
   /// Whether a rank has reported its end, for whatever reason. Errors: the store's.
   bool has_ended(int rank);
+  /// Names the engine whose board this is: the `number`-th of this rank over this store, of a model of this type.
+  void name_engine(int64_t number, const std::string& model);
+  /// "engine 2 (Discriminator), "; empty while this rank has made one engine only. Never throws.
+  std::string engine() const noexcept;
   /// A rank as reports name it: Mesh::name.
   std::string name(int rank) const { return mesh_.name(rank); }
   /// Whether the store answers.
@@ -70,7 +74,10 @@ class FailureBoard {
   /// `find_cause`, if any, for what this rank finds out: connections break a moment before their process counts as
   /// ended.
   using FindCause = std::function<std::optional<std::string>()>;
-  std::string diagnose(const std::string& own_place, const FindCause& find_cause = {}) noexcept;
+  /// `find_process`: of a rank on this machine, if it is alive.
+  using FindProcess = std::function<std::optional<int>(int rank)>;
+  std::string diagnose(const std::string& own_place, const FindCause& find_cause = {},
+                       const FindProcess& find_process = {}) noexcept;
 
  private:
   void report(const std::string& text, bool in_good_order);
@@ -82,7 +89,8 @@ class FailureBoard {
     std::string places;   // "; rank 0: waits: …" for each rank that gave its own
     std::string missing;  // the others: "1, 2"
   };
-  Reports read_reports();
+  Reports read_reports(const FindProcess& find_process = {});
+  void answer_other_engines(const std::string& own_place);
 
   c10::intrusive_ptr<c10d::Store> store_;
   std::string prefix_;
@@ -92,6 +100,8 @@ class FailureBoard {
   std::chrono::milliseconds grace_;
   const pid_t process_;
   std::mutex mutex_;
+  std::string engine_;
+  bool is_later_engine_ = false;  // than this rank's first one
   std::string cause_;
   bool unexplained_ = false;  // the cause is that ranks gave no report
 

@@ -322,7 +322,7 @@ def counters(rank, act):
 def rebuild(rank, act):
     model = rank.engine.module
     if act.get("refused"):
-        model.refused = torch.nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
+        model.refused = torch.nn.Parameter(torch.zeros(3).to_sparse(), requires_grad=False)
     try:
         rank.engine.rebuild()
     finally:

@@ -166,11 +166,20 @@ class WholeSteps:
         batches = batches_of(self, data_iter, "train_batch")
         self.train()
         losses = []
-        for index in range(count):
-            loss = loss_of(*_call(self, _next(batches, index, count), loss_fn), loss_fn)
-            self.backward(loss)
-            self.step()
-            losses.append(loss.detach())
+        # An accumulation that was dropped in its middle leaves the count there: this step ends with its last batch.
+        counts = self._core.batch_sizes().accumulation
+        by_hand = count == counts and self._boundary is None and self._core.micro_steps() % counts > 0
+        try:
+            for index in range(count):
+                if by_hand:
+                    self._core.set_gradient_accumulation_boundary(index == count - 1)
+                loss = loss_of(*_call(self, _next(batches, index, count), loss_fn), loss_fn)
+                self.backward(loss)
+                self.step()
+                losses.append(loss.detach())
+        finally:
+            if by_hand and not self._core.closed:
+                self._core.set_gradient_accumulation_boundary(None)
         return losses
 
     def _evaluate_on(

@@ -8,6 +8,7 @@ import base64
 import io
 import json
 import pickle
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -36,6 +37,33 @@ _TYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+
+
+NOT_SAVED = (
+    "Nothing was saved, since a checkpoint needs a part of every rank: the last checkpoint is as it was, and a new run "
+    'continues from it. For signals, "checkpoint": {"on_preempt": …} has all ranks save at one step.'
+)
+
+
+class LastBoundary:
+    """Positions of data and schedules when the last step ended: a save within an accumulation takes them."""
+
+    def __init__(self) -> None:
+        self.loader: Any = None
+        self.less_work: dict[str, Any] | None = None
+
+    def note(self, engine: Engine) -> None:
+        """A step has ended, or a checkpoint was loaded."""
+        if hasattr(engine.training_dataloader, "position"):
+            self.loader = engine.training_dataloader.position()
+        if engine._less_work is not None:
+            self.less_work = engine._less_work.position()
+
+
+def handles_exception() -> bool:
+    """Whether the program handles an exception that may have ended a step's work. An iterator's end is none."""
+    error = sys.exc_info()[1]
+    return error is not None and not isinstance(error, (StopIteration, StopAsyncIteration, GeneratorExit))
 
 
 def _pack(value: object) -> str:
@@ -166,8 +194,8 @@ def _check_json(value: object, path: str) -> None:
             ) from error
 
 
-def pack_client_state(client_state: dict[str, Any] | None, engine: Engine) -> str:
-    """The JSON text that the core saves beside its own state."""
+def pack_client_state(client_state: dict[str, Any] | None, engine: Engine, within: bool) -> str:
+    """The JSON text that the core saves beside its own state. `within`: an accumulation, whose start is saved."""
     client_state = {} if client_state is None else client_state
     if not isinstance(client_state, dict):
         raise ConfigError(f"client_state: got {type(client_state).__name__}, expected a dict")
@@ -178,9 +206,10 @@ def pack_client_state(client_state: dict[str, Any] | None, engine: Engine) -> st
     if extra_states := read_extra_states(engine.module):
         private["extra_states"] = _pack_extra_states(extra_states)
     if engine.training_dataloader is not None:
-        private["loader"] = engine.training_dataloader.state_dict()
+        position = [engine._last_boundary.loader] if within and engine._last_boundary.loader is not None else []
+        private["loader"] = engine.training_dataloader.state_dict(*position)
     if engine._less_work is not None:
-        private["less_work"] = engine._less_work.state_dict()
+        private["less_work"] = engine._less_work.state_dict(engine._last_boundary.less_work if within else None)
     if engine._activations is not None and (chosen := engine._activations.state_dict()) is not None:
         private["activations"] = chosen
     if _is_client_schedule(engine.lr_scheduler):
@@ -230,6 +259,14 @@ def unpack_client_state(
     _restore_extra_states(private, engine, strict)
     if not all_states:
         return client_state
+    _restore_positions(private, engine)
+    has_schedule = "scheduler" in private or "plain_scheduler" in private
+    if schedule_too and has_schedule and _is_client_schedule(engine.lr_scheduler):
+        _restore_schedule(private, engine, rates_too)
+    return client_state
+
+
+def _restore_positions(private: dict[str, Any], engine: Engine) -> None:
     if "loader" in private and engine.training_dataloader is not None:
         engine.training_dataloader.load_state_dict(private["loader"])
         engine._own_batches = None  # train_batch() begins where the loader now is
@@ -237,7 +274,4 @@ def unpack_client_state(
         engine._less_work.load_state_dict(private["less_work"])
     if "activations" in private and engine._activations is not None:
         engine._activations.load_state_dict(private["activations"])
-    has_schedule = "scheduler" in private or "plain_scheduler" in private
-    if schedule_too and has_schedule and _is_client_schedule(engine.lr_scheduler):
-        _restore_schedule(private, engine, rates_too)
-    return client_state
+    engine._last_boundary.note(engine)

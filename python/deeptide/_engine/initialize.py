@@ -19,7 +19,8 @@ from deeptide import _C
 from deeptide._C import CommError, Config, ConfigError, World
 from deeptide._engine import less_work
 from deeptide._model import compiled, tensor_methods
-from deeptide._model.describe import check_model, describe, describer, device_of, parameter_names
+from deeptide._model.buffers import looks_at
+from deeptide._model.describe import check_model, describe, device_of, parameter_names
 from deeptide._optimizers.groups import OptimizerPlan, OptimizerSource, ParametersSource, plan_optimizer
 from deeptide._process.world import abort_groups, find_world
 from deeptide.config import ConfigSource, load_config, without_own_frames
@@ -290,7 +291,7 @@ def make_engine(
         axes = _options_of(model, team)
         if team is not None and custom is not None:
             custom.cuts = _cuts_of(model, team)
-        options = _C.InitOptions(world, groups, optimizer_type, describer(model), custom, stages, **axes)
+        options = _C.InitOptions(world, groups, optimizer_type, *looks_at(model), custom, stages, **axes)
         core = _C.Engine(describe(model), config, options)
         if any(map(_C.has_deferred_key, model.parameters())):
             tensor_methods.install()

@@ -142,8 +142,8 @@ class Schedules:
         if outcome.rewound_to >= 0 and self._kept is not None:
             self.compression.load_state_dict(self._kept)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state that does not follow from the step alone."""
+    def position(self) -> dict[str, Any]:
+        """The state that forward passes change."""
         state: dict[str, Any] = {}
         if self.curriculum is not None:
             state["curriculum"] = self.curriculum.current
@@ -151,6 +151,11 @@ class Schedules:
             state["layers"] = self.layers.current
         if self.tokens is not None:
             state["tokens"] = list(self.tokens.position)
+        return state
+
+    def state_dict(self, position: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The state that does not follow from the step alone, at an earlier `position` or now."""
+        state = self.position() if position is None else dict(position)
         if self.compression is not None:
             state["compression"] = self.compression.state_dict()
         return state

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from deeptide import _C
+from deeptide._process.reports import told
 
 _MOVABLE = {"optim_states", "hp_params", "lp_grads", "contiguous_grad_buffer"}
 
@@ -39,3 +40,30 @@ def offload_states(
         to_files=str(device) == "nvme",
         folders=[nvme_path] if isinstance(nvme_path, str) else list(nvme_path or ()),
     )
+
+
+class Offloading:
+    """The part of an engine that moves states away."""
+
+    _core: _C.Engine
+
+    @told
+    def offload_states(
+        self,
+        include: Iterable[str] | None = None,
+        device: str = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+        nvme_path: str | Sequence[str] | None = None,
+    ) -> None:
+        """Between two steps: frees memory of states until `reload_states`; see docs/from-deepspeed.md. Collective.
+
+        `include`: "optim_states", "hp_params" (masters), "lp_grads" and "contiguous_grad_buffer"; None: all of them.
+        Parameters stay. `device`: "nvme", in `nvme_path` or the configuration's; "cpu" leaves a CPU engine's there.
+        """
+        offload_states(self._core, include, device, nvme_path)
+
+    @told
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Brings back what `offload_states` moved; `step()` needs it. Collective."""
+        self._core.reload_states()

@@ -13,7 +13,8 @@ import torch
 from deeptide import _C
 from deeptide._C import ConfigError
 from deeptide._model import changes
-from deeptide._model.describe import describe, describer, parameter_names
+from deeptide._model.buffers import looks_at
+from deeptide._model.describe import describe, parameter_names
 from deeptide._optimizers.groups import (
     OptimizerPlan,
     ParamGroup,
@@ -42,7 +43,7 @@ def rebuild(engine: Engine) -> None:
             plan = _regrouped(plan, model, engine._config)
         groups = [] if plan is None else plan.core_groups(engine._config)
         optimizer_type = "" if plan is None else plan.override
-        options = _C.InitOptions(engine.world, groups, optimizer_type, describer(model))
+        options = _C.InitOptions(engine.world, groups, optimizer_type, *looks_at(model))
         engine._core.rebuild(describe(model), options)
     engine._registrations = seen
     if optimizer is not None and plan is not None:

@@ -236,7 +236,7 @@ def _described(
     chosen = plan_optimizer(model, parameter_names(model), config, optimizer, model_parameters)
     groups = chosen.core_groups(config) if chosen is not None else []
     kind = chosen.override if chosen is not None else ""
-    options = _C.InitOptions(None, groups, kind, None, chosen.custom if chosen is not None else None)
+    options = _C.InitOptions(None, groups, kind, custom=chosen.custom if chosen is not None else None)
     return describe(model), options
 
 

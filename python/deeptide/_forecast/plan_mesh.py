@@ -191,7 +191,7 @@ def plans_of_stages(
         own = [([name for name in group.parameters if name in part.names], group.hyperparameters) for group in groups]
         filled = [_C.ParameterGroup(mine, values) for mine, values in own if mine]
         trains = override if filled else ""  # else the stage is frozen
-        options = _C.InitOptions(None, filled, trains, None, None)
+        options = _C.InitOptions(None, filled, trains)
         is_stage = mesh.pipeline > 1
         plans.append(_C.plan(part.description, config, options, ranks, on_host, is_stage, mesh.tensor, part.slices))
     return plans

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from deeptide._C import CommError
+from deeptide._C import CommError, SaveMeetsStepError
 from deeptide._process.preemption import Preempted
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def told(method: _Method) -> _Method:
         except Preempted:
             raise
         except BaseException as error:
-            engine._has_lost_peers |= isinstance(error, CommError)
+            engine._has_lost_peers |= isinstance(error, CommError) and not isinstance(error, SaveMeetsStepError)
             with contextlib.suppress(Exception):
                 engine._has_told = True
                 engine._core.report_error(f"raised {type(error).__name__} in {method.__name__}", str(error))

@@ -134,7 +134,10 @@ class Tuning:
         self.memory_bytes = _C.machine_limits([]).memory_bytes  # before any rank takes some
         self.survey = self._take_survey()
         self.wanted = self.survey["autotuning"]
-        self.experiments, self.results = Path(self.wanted["exps_dir"]), Path(self.wanted["results_dir"])
+        self.experiments, self.results = (
+            Path(self.wanted["exps_dir"]).absolute(),
+            Path(self.wanted["results_dir"]).absolute(),
+        )
         if self.wanted["end_profile_step"] <= self.wanted["start_profile_step"] - 1:
             raise ConfigError('"autotuning": end_profile_step must not be below start_profile_step')
         if self.wanted["overwrite"]:

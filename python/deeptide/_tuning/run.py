@@ -78,7 +78,7 @@ def _survey(model: torch.nn.Module, config: Config, plan: OptimizerPlan, world: 
     if json.loads(_C.config_section(config, "elasticity"))["enabled"]:
         raise ConfigError('deeptide tune: "elasticity" decides the batch sizes; take that section out')
     ranks_per_host, num_batches = int(os.environ.get("LOCAL_WORLD_SIZE", world.size)), world.size // shared
-    options = _C.InitOptions(None, plan.core_groups(config), plan.override, None, plan.custom)
+    options = _C.InitOptions(None, plan.core_groups(config), plan.override, custom=plan.custom)
     described = describe(model)
     machine = _C.MachineLimits(_MOST_BYTES, "nothing", folders=_C.machine_limits(_C.offload_folders(config)).folders)
     on_host = max(ranks_per_host // shared, 1)

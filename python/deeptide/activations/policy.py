@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -44,7 +45,8 @@ class Activations:
         self._budget = budget_of(section)
         self._policy = section["policy"] if self._budget is None else "auto"
         folders = section["nvme_path"] or []
-        self._folders = [folders] if isinstance(folders, str) else folders
+        listed = [folders] if isinstance(folders, str) else folders
+        self._folders = [os.path.abspath(folder) for folder in listed]  # files are made later
         self._num_blocks = section["buffer_count"]
         self._store: Store | None = None
         self._model = model

@@ -88,7 +88,7 @@ class DataAnalyzer:
         self.metric_names, self.metric_functions = list(metric_names), list(metric_functions)
         self.metric_types = list(metric_types)
         self.metric_dtypes = list(metric_dtypes) or [None] * len(self.metric_names)
-        self.save_path = os.fspath(save_path)
+        self.save_path = os.path.abspath(save_path)
         self.collate_fn = collate_fn
         self.custom_map_init, self.custom_map_update = custom_map_init, custom_map_update
         self.custom_map_finalize, self.custom_reduce = custom_map_finalize, custom_reduce

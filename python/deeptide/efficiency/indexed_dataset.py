@@ -57,7 +57,7 @@ class MMapIndexedDataset(torch.utils.data.Dataset[Any]):
     """Row i as a numpy array, a slice as a list of them. `path`: without the suffix; skip_warmup has no effect."""
 
     def __init__(self, path: str, skip_warmup: bool = False) -> None:
-        self._path = os.fspath(path)
+        self._path = os.path.abspath(path)  # for workers that open it later
         self._rows = _C.IndexedDataset(self._path)
         self.dtype = DTYPES[self._rows.type_code]
 
@@ -126,7 +126,7 @@ class MMapIndexedDatasetBuilder:
             raise ConfigError(f"indexed dataset: got out_file {out_file!r}, expected a name that ends in .bin")
         self._name = out_file[: -len(".bin")]
         self._dtype = DTYPES[code(dtype)]
-        self._writer = _C.IndexedDatasetWriter(self._name, code(dtype))
+        self._writer = _C.IndexedDatasetWriter(os.path.abspath(self._name), code(dtype))  # it writes the index at last
 
     def add_item(self, tensor: Any) -> None:
         """Adds a tensor or an array as one row."""

@@ -108,9 +108,16 @@ class CurriculumLoader:
         for metric, function in functions.items():
             self.curriculum.set_function(metric, function)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state after the last batch that was given; `difficulties` are those of the last step drawn."""
-        state = json.loads(self.curriculum.state(self._place))
+    def position(self) -> tuple[int, int, int]:
+        """After the last batch that was given."""
+        return self._place
+
+    def state_dict(self, position: tuple[int, int, int] | None = None) -> dict[str, Any]:
+        """The state at a position, by default after the last batch that was given.
+
+        `difficulties` are those of the last step drawn.
+        """
+        state = json.loads(self.curriculum.state(position or self._place))
         log = state["log"]
         now = dict(zip(state["metrics"], log[-1][2], strict=True)) if log else {}
         return {

@@ -15,6 +15,8 @@ import torch
 from deeptide import _C
 from deeptide._C import Config, ConfigError, PipelineSchedule, StepOutcome
 from deeptide._engine import batches as _batches
+from deeptide._engine.checkpoint import handles_exception
+from deeptide._process.interrupts import held_signals, wait_for_signal
 from deeptide._process.log import say
 from deeptide._process.reports import told
 from deeptide.data import RepeatingLoader
@@ -62,6 +64,7 @@ class PipelineEngine(Engine):
         self._run = StageRun(self, self._stage, self._cut)
         self._loop = PlainLoop(self, self._stage, self._cut)
         self._is_in_step = False  # of the schedule
+        self._has_left_step = False  # by an interrupt in its middle
         outputs = json.loads(_C.config_section(self._config, "parallel"))["pipeline"]["outputs"]
         self._broadcasts = self._stage is not None and outputs == "broadcast"  # what the program gets, to all stages
         self._recompute_as_asked()
@@ -250,8 +253,35 @@ class PipelineEngine(Engine):
         self._is_in_step = True
         try:
             yield
+        except (KeyboardInterrupt, _C.SaveMeetsStepError):
+            self._has_left_step = True
+            raise
         finally:
             self._is_in_step = False
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        """Around a call that all stages make: signals wait until its end, for letters would stay under way."""
+        if self._has_left_step:
+            raise PipelineError(
+                "this stage was interrupted in the middle of a step, whose letters are still under way: "
+                "save_checkpoint() works, but training goes on in a new run, which loads what was saved"
+            )
+        with held_signals():
+            try:
+                yield
+            except _C.SaveMeetsStepError:
+                wait_for_signal()  # which raises in this one's place
+                raise
+
+    @told
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> str:
+        """Saves as any engine does. Collective over all stages."""
+        if self._stage is not None:
+            with held_signals():
+                micro_batches.agree_to_save(self._stage, handles_exception())
+                return super().save_checkpoint(*args, **kwargs)
+        return super().save_checkpoint(*args, **kwargs)
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -315,7 +345,8 @@ class PipelineEngine(Engine):
     ) -> torch.Tensor:
         """Trains as any engine does, over all stages. Under "wall_clock_breakdown", rank 0 tells the step's bubble."""
         self._check_keeping(by_schedule=True)
-        loss = super().train_batch(data_iter, loss_fn)
+        with self._held():
+            loss = super().train_batch(data_iter, loss_fn)
         is_due = self.global_steps % (self.steps_per_print() or 1) == 0
         if self.wall_clock_breakdown() and is_due and self._times and self.world.rank == 0:
             say(f"pipeline | {self.bubble()}")
@@ -367,7 +398,8 @@ class PipelineEngine(Engine):
         self._say_once(ADVICE, "warning")
         self._set_loss_fn(None)
         self._give_outputs(True)
-        return loop.forward(args, kwargs, self._broadcasts)
+        with self._held():
+            return loop.forward(args, kwargs, self._broadcasts)
 
     @told
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
@@ -375,13 +407,15 @@ class PipelineEngine(Engine):
         loop = self._loop_of("backward")
         if retain_graph:
             raise PipelineError("backward: retain_graph does not go with a pipeline yet; leave it out")
-        return loop.backward(loss, scale_wrt_gas)
+        with self._held():
+            return loop.backward(loss, scale_wrt_gas)
 
     @told
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> StepOutcome:
         """Ends the micro-batch, as of any engine. Errors: PipelineError, as forward's."""
-        self._loop_of("step").close()
-        return super().step(lr_kwargs)
+        with self._held():
+            self._loop_of("step").close()
+            return super().step(lr_kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients accumulated so far. Collective."""

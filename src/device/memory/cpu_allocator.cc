@@ -74,8 +74,7 @@ bool install() {
   return false;
 #else
   if (c10::GetCPUAllocator() != c10::GetDefaultCPUAllocator()) return false;
-  // While a thread forks, no other may change the heap: the child would inherit it half changed.
-  ::pthread_atfork([] { heap().mutex().lock(); }, [] { heap().mutex().unlock(); }, [] { heap().mutex().unlock(); });
+  watch_forks();
   give_memory_back = &release_idle_heap;
   c10::SetCPUAllocator(new LargePageAllocator());  // with the default's priority: the program may still set its own
   return true;
@@ -86,6 +85,12 @@ bool install() {
 }  // namespace deeptide::device
 
 namespace deeptide {
+
+void device::watch_forks() {
+  static const int watched =
+      ::pthread_atfork([] { heap().mutex().lock(); }, [] { heap().mutex().unlock(); }, [] { heap().mutex().unlock(); });
+  static_cast<void>(watched);
+}
 
 bool install_cpu_allocator() {
   static const bool installed = device::install();

@@ -9,6 +9,9 @@
 
 namespace deeptide::device {
 
+/// From now on no thread changes the allocator's heap while another one forks: the child would inherit it half changed.
+void watch_forks();
+
 /// Gives the kernel what the installed allocator's heap keeps idle. Returns whether there was any.
 bool release_idle_heap();
 

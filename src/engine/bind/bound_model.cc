@@ -87,6 +87,9 @@ BoundModel::BoundModel(const ModelDescription& model, const Design& design, cons
   auto parameters = distinct_parameters(model.parameters);
   for (size_t i = 0; i < parameters.size(); ++i) parameters[i].group = design.model.parameters[i].group;
   warn_of_views(parameters);
+  for (const NamedTensor& parameter : model.parameters) {
+    if (stays_whole(parameter.tensor)) make_values(std::vector{parameter});
+  }
   make_values(model.buffers);
   make_values(model.transient_buffers);
   buffers_ = cast_buffers(model, design.compute_dtype, buffers, KeepsFullPrecision(model.modules));

@@ -5,6 +5,7 @@
 
 #include "base/libraries/format.h"
 #include "base/log.h"
+#include "engine/design/logical_parameters.h"
 #include "sharding/gate.h"
 
 namespace deeptide::engine {
@@ -59,14 +60,16 @@ std::vector<sharding::Alias> LiveNames::of(const sharding::Parameter& p) const {
   return names;
 }
 
-LiveModel::LiveModel(const BoundModel& bound, ModelDescription first, std::function<ModelDescription()> describe)
-    : bound_(bound), describe_(std::move(describe)) {
+LiveModel::LiveModel(const BoundModel& bound, ModelDescription first, Describe describe, Buffers buffers)
+    : bound_(bound), describe_(std::move(describe)), buffers_(std::move(buffers)) {
+  if (!buffers_) seen_buffers_ = first.buffers;
   if (!describe_) describe_ = [first = std::move(first)] { return first; };
 }
 
 LooseTensors LiveModel::look() {
   const ModelDescription description = describe_();
   LooseTensors loose{description.buffers, {}, {}};
+  if (!buffers_) seen_buffers_ = description.buffers;
   for (const NamedTensor& now : description.parameters) {
     const BoundName bound = bound_.find(now.name);
     if (bound.parameter && now.tensor.is_same(bound.parameter->tensors[bound.tensor])) continue;
@@ -77,6 +80,7 @@ LooseTensors LiveModel::look() {
     }
     const bool has_name = bound.parameter && bound.parameter->name == now.name;  // not one of its further names
     (has_name ? loose.replaced : loose.added).push_back(now);
+    if (!has_name && stays_whole(now.tensor)) continue;
     const char* was = bound.parameter ? "' is another tensor than at initialize" : "' was added after initialize";
     tell(now.name, std::string(was) +
                        ": it is saved and exported as it is, but this engine does not train it. Write values "

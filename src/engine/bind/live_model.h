@@ -66,9 +66,16 @@ class LiveNames {
 /// the tensors that initialize saw are then not those that forward uses.
 class LiveModel {
  public:
-  /// `bound` outlives this. Without `describe` the model stays what `first` says.
-  LiveModel(const BoundModel& bound, ModelDescription first, std::function<ModelDescription()> describe);
+  using Describe = std::function<ModelDescription()>;
+  using Buffers = std::function<std::vector<NamedTensor>()>;
 
+  /// `bound` outlives this. Without `describe` the model stays what `first` says. `buffers`: as in InitOptions.
+  LiveModel(const BoundModel& bound, ModelDescription first, Describe describe, Buffers buffers);
+
+  /// The buffers that checkpoints hold, as the model has them; without `buffers` as it had them at the last look.
+  std::vector<NamedTensor> buffers() const { return buffers_ ? buffers_() : seen_buffers_; }
+  /// Whether that is so however the program rebinds them.
+  bool knows_buffers() const { return buffers_ != nullptr; }
   /// Looks at the model. Warns once about each replaced parameter.
   LooseTensors look();
   /// The program may have changed the model: the next check looks at it.
@@ -80,7 +87,9 @@ class LiveModel {
   void tell(const std::string& name, const std::string& what);
 
   const BoundModel& bound_;
-  std::function<ModelDescription()> describe_;
+  Describe describe_;
+  Buffers buffers_;
+  std::vector<NamedTensor> seen_buffers_;
   std::set<std::string> told_;        // names of parameters warned about
   std::vector<NamedTensor> foreign_;  // parameters that the engine does not have, at the last look
   std::atomic<bool> stale_{false};

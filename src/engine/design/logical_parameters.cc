@@ -7,6 +7,7 @@
 #include <map>
 #include <set>
 
+#include "base/libraries/format.h"
 #include "base/log.h"
 #include "device/torch_versions.h"
 
@@ -28,8 +29,11 @@ void check_tensor(const std::string& name, const Tensor& tensor) {
                     "' already belongs to another engine; one model has one engine");
   TORCH_CHECK_VALUE(tensor.layout() == at::kStrided && tensor.has_storage(), "parameter '", name, "' is ",
                     tensor.layout(), "; only dense parameters are supported");
-  TORCH_CHECK_VALUE(c10::isFloatingType(tensor.scalar_type()), "parameter '", name, "' has type ", tensor.scalar_type(),
-                    "; parameters must be of a floating type (make it a buffer)");
+  // Autograd knows no other types: what is trained and not floating is complex.
+  TORCH_CHECK_VALUE(c10::isFloatingType(tensor.scalar_type()) || stays_whole(tensor), "parameter '", name,
+                    "' is trainable and of type ", tensor.scalar_type(),
+                    "; optimizers here step real numbers. Let the parameter be torch.view_as_real(value), of shape [",
+                    join_text(tensor.sizes(), ", "), ", 2], and let forward use torch.view_as_complex(parameter)");
 }
 
 /// Adds a name; `p.aliases` holds all names, the first included, until `choose_first`.
@@ -85,6 +89,10 @@ Parameter* find_same(std::vector<Parameter>& distinct, const std::vector<int>& o
 
 }  // namespace
 
+bool stays_whole(const Tensor& parameter) {
+  return !parameter.requires_grad() && !c10::isFloatingType(parameter.scalar_type());
+}
+
 std::vector<Parameter> distinct_parameters(const std::vector<NamedTensor>& named) {
   std::vector<Parameter> distinct;
   std::map<const void*, std::vector<int>> by_storage;
@@ -92,6 +100,7 @@ std::vector<Parameter> distinct_parameters(const std::vector<NamedTensor>& named
   for (const auto& [name, tensor] : named) {
     check_tensor(name, tensor);
     TORCH_CHECK_VALUE(names.insert(name).second, "parameter name '", name, "' occurs twice in the model's description");
+    if (stays_whole(tensor)) continue;
     auto& of_storage = by_storage[tensor.storage().unsafeGetStorageImpl()];
     Parameter* p = find_same(distinct, of_storage, name, tensor);
     if (p == nullptr) {

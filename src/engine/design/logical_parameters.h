@@ -11,9 +11,13 @@
 
 namespace deeptide::engine {
 
-/// Parameters that lie in exactly the same memory are one, with several names.
-/// Errors: ValueError naming a parameter that is undefined, repeated, on the meta device, another engine's, sparse, not
-/// floating, that overlaps another in part, or whose tied tensors have no contiguous one among them.
+/// Whether a parameter stays the program's, whole on each rank: a frozen one that is not floating, such as the packed
+/// weights of a quantized base. It is saved, loaded and exported as a buffer is.
+bool stays_whole(const at::Tensor& parameter);
+
+/// Parameters that lie in exactly the same memory are one, with several names. Without those that stay whole.
+/// Errors: ValueError naming a parameter that is undefined, repeated, on the meta device, another engine's, sparse,
+/// trained and not floating, that overlaps another in part, or whose tied tensors have no contiguous one among them.
 std::vector<sharding::Parameter> distinct_parameters(const std::vector<NamedTensor>& named);
 
 /// The CPU if there are none. Errors: ValueError if they are on several devices.

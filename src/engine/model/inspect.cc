@@ -43,11 +43,11 @@ std::vector<NamedTensor> Engine::Impl::module_state_dict(std::optional<int> only
 /// Enters `call` with the model as it is now, on ranks that have changed theirs alike: who gathers a parameter's values
 /// for a tie that the others lack waits for ever.
 std::pair<std::vector<comm::Close>, engine::LooseTensors> Engine::Impl::enter_alike(
-    Call call, const std::function<void()>& check) {
+    Call call, const std::function<void(comm::Close&)>& check) {
   engine::LooseTensors loose;
   auto closes = boundary->enter(call, [&](comm::Close& own) {
     own.rounds = reducer ? reducer->rounds_begun() : 0;
-    check();
+    check(own);
     loose = live.look();
     own.changes = engine::digest_of(loose.terms());
   });
@@ -61,7 +61,7 @@ std::pair<std::vector<comm::Close>, engine::LooseTensors> Engine::Impl::enter_al
 }
 
 engine::LooseTensors Engine::Impl::enter_to_inspect() {
-  engine::LooseTensors loose = enter_alike(Call::gather_state, [] {}).second;
+  engine::LooseTensors loose = enter_alike(Call::gather_state, [](comm::Close&) {}).second;
   // On all ranks: who gathered a view of a sharded parameter alone would wait for ranks that are elsewhere by then.
   for (auto* tensors : {&loose.buffers, &loose.replaced, &loose.added}) {
     for (NamedTensor& tensor : *tensors) tensor.tensor = engine::readable(tensor.tensor);

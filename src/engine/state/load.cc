@@ -397,7 +397,7 @@ bool Engine::Impl::has_trained() const {
 std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string& directory, std::string tag,
                                                               const LoadOptions& options) {
   at::NoGradGuard no_grad;
-  const auto entered = enter_alike(Call::load_checkpoint, [&] {
+  const auto entered = enter_alike(Call::load_checkpoint, [&](comm::Close&) {
     TORCH_CHECK_VALUE(!directory.empty(), "load_checkpoint: the folder's name is empty");
   });
   const engine::LooseTensors& now = entered.second;

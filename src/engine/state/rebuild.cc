@@ -128,7 +128,7 @@ void write_held(const Parameter& p, int64_t begin, const tiers::Buffer& data, co
 
 void Engine::Impl::check_rebuilding() const {
   check_axes("rebuild", /*may_be_cut=*/false);
-  check_between_steps("rebuild");
+  check_no_gradients("rebuild");
   TORCH_CHECK_VALUE(!custom,
                     "rebuild: an optimizer of the program's own keeps its states itself, and they cannot move to other "
                     "units. Save a checkpoint, call initialize with a new optimizer, and load it with "

@@ -8,7 +8,9 @@
 #include <chrono>
 #include <set>
 
+#include "base/libraries/format.h"
 #include "base/libraries/nlohmann.h"
+#include "base/log.h"
 #include "checkpoint/format/retention.h"
 #include "checkpoint/save/background_save.h"
 #include "checkpoint/save/frozen_files.h"
@@ -102,16 +104,30 @@ bool Engine::Impl::has_gradients() const {
 
 void Engine::Impl::check_no_gradients(const char* method) const {
   TORCH_CHECK_VALUE(!reducer || !(reducer->has_pending() || reducer->has_gradient()), method,
-                    " between backward() and step(): the gradients would be lost; call step() first, or zero_grad() to "
-                    "drop them");
+                    " between backward() and step(): the gradients would be lost; call step() first, up to the end of "
+                    "the accumulation, or zero_grad() to drop them");
 }
 
-void Engine::Impl::check_between_steps(const char* method) const {
-  check_no_gradients(method);
-  const int64_t within = progress.micro_steps % batch.accumulation;
-  TORCH_CHECK_VALUE(within == 0 || stepper->boundary_override(), method, " within an accumulation (", within, "/",
-                    batch.accumulation,
-                    " micro-batches done): the gradients would be lost; call it after an applied step");
+/// Whether this rank has begun what the next step is to be of.
+bool Engine::Impl::is_within_accumulation() const {
+  if (!reducer) return false;
+  const bool counts = !stepper->boundary_override() && progress.micro_steps % batch.accumulation != 0;
+  return counts || last.has_forward() || has_gradients();
+}
+
+/// Tells, once per save, what is not in it.
+void Engine::Impl::restore_last_boundary(std::vector<NamedTensor>& buffers) const {
+  const std::vector<std::string> lost = last.restore(buffers);
+  if (!lost.empty()) {
+    log(LogLevel::warning, format_text("save_checkpoint within an accumulation: buffer '{}'{} is saved as it is now: "
+                                       "it has no copy of the last step's end",
+                                       lost.front(), lost.size() > 1 ? " and others" : ""));
+  }
+  if (!channels.is_first()) return;
+  log(LogLevel::info,
+      format_text("save_checkpoint within an accumulation: the state as step {} left it is saved, and a resume repeats "
+                  "what came since. Gradients since then are not saved; they stay here for the next step()",
+                  progress.global_steps));
 }
 
 /// Names in a checkpoint do not tell the teams of a unit apart yet, but for slices, which have their places in it.
@@ -129,15 +145,18 @@ void Engine::Impl::check_axes(const char* method, bool may_be_cut) const {
 void Engine::Impl::check_saving(const std::string& directory) const {
   check_axes("save_checkpoint", /*may_be_cut=*/true);
   TORCH_CHECK_VALUE(!directory.empty(), "save_checkpoint: the folder's name is empty");
-  check_between_steps("save_checkpoint");
 }
 
 /// Agrees on what all ranks must know alike before they save: one nonce, and that they were asked for the same.
-checkpoint::SaveTarget Engine::Impl::name_save(const std::string& directory, std::string tag,
-                                               const SaveOptions& options, bool blocking) {
+Engine::Impl::NamedSave Engine::Impl::name_save(const std::string& directory, std::string tag,
+                                                const SaveOptions& options, bool blocking) {
   if (tag.empty()) tag = "global_step" + std::to_string(progress.global_steps);
-  const comm::SaveName own{channels.is_first() ? checkpoint::draw_nonce() : 0, options.exclude_frozen_parameters,
-                           blocking, contents_of(options, config)};
+  const comm::SaveName own{channels.is_first() ? checkpoint::draw_nonce() : 0,
+                           options.exclude_frozen_parameters,
+                           blocking,
+                           contents_of(options, config),
+                           options.in_handler || is_within_accumulation(),
+                           progress.global_steps};
   const auto names = boundary->exchange(own, {"checkpoint", "naming the save"});
   for (const comm::SaveName& name : names) {
     TORCH_CHECK_VALUE(name.exclude_frozen == names.front().exclude_frozen,
@@ -148,20 +167,36 @@ checkpoint::SaveTarget Engine::Impl::name_save(const std::string& directory, std
     TORCH_CHECK_VALUE(name.contents == names.front().contents,
                       "save_checkpoint: the ranks were given different contents; give all ranks the same");
   }
-  auto* const stages = channels.stages();
-  const uint64_t nonce = names.front().nonce;
-  const auto agreed = stages ? stages->exchange(nonce, {"checkpoint", "naming the save"}).front() : nonce;
-  return {directory, tag, agreed, config.checkpoint().folders};
+  comm::SaveName agreed = names.front();
+  const auto is_within = [](const comm::SaveName& name) { return name.within; };
+  const auto check_steps = [&](const std::vector<comm::SaveName>& all) {
+    for (const comm::SaveName& name : all) {
+      if (name.global_steps == agreed.global_steps) continue;
+      throw CheckpointError(format_text(
+          "save_checkpoint: a rank has ended step {} and another step {}: the one was interrupted in it. Nothing was "
+          "saved; resume from the last checkpoint, which is as it was",
+          agreed.global_steps, name.global_steps));
+    }
+  };
+  check_steps(names);
+  agreed.within = std::any_of(names.begin(), names.end(), is_within);
+  if (auto* const stages = channels.stages()) {
+    const auto all = stages->exchange(agreed, {"checkpoint", "naming the save"});
+    check_steps(all);
+    agreed.within = std::any_of(all.begin(), all.end(), is_within);
+    agreed.nonce = all.front().nonce;
+  }
+  return {{directory, tag, agreed.nonce, config.checkpoint().folders}, agreed.within};
 }
 
 /// Collects what this rank saves, as views of the live state. `state`: what is saved of the engine besides tensors.
-checkpoint::Snapshot Engine::Impl::take_snapshot(engine::LooseTensors& loose, bool exclude_frozen,
-                                                 nlohmann::json& state) {
+checkpoint::Snapshot Engine::Impl::take_snapshot(engine::LooseTensors& loose, const engine::Generators& generators,
+                                                 bool exclude_frozen, nlohmann::json& state) {
   const World& world = channels.world();
   const auto coordinates = engine::coordinates_of(channels.mesh(), world.rank);
   checkpoint::Snapshot snapshot{
       world.rank,
-      {coordinates, engine::Generators::of(model.device()).to_json()},
+      {coordinates, generators.to_json()},
       engine::whole_pieces(design.topology, model, optimizer.get(), /*moments=*/true, engine::Extent::owned)};
   if (optimizer && optimizer->custom()) {
     boundary->together("collecting the optimizer's states", [&] {
@@ -192,7 +227,7 @@ checkpoint::Snapshot Engine::Impl::take_snapshot(engine::LooseTensors& loose, bo
   const auto is_gathered = [](const NamedTensor& now) { return sharding::has_gate_key(now.tensor); };
   unbound.insert(unbound.end(), loose.replaced.begin(), loose.replaced.end());
   // A gathered value may have left a round of wishes under way, which ends before ranks vote.
-  if (std::any_of(unbound.begin(), unbound.end(), is_gathered)) enter_alike(Call::save_checkpoint, [] {});
+  if (std::any_of(unbound.begin(), unbound.end(), is_gathered)) enter_alike(Call::save_checkpoint, [](comm::Close&) {});
   return snapshot;
 }
 
@@ -200,7 +235,8 @@ std::string Engine::Impl::save_checkpoint(const std::string& directory, std::str
                                           const std::string& client_state_json, const SaveOptions& options) {
   at::NoGradGuard no_grad;
   const auto start = std::chrono::steady_clock::now();
-  const auto check = [&] {
+  const auto check = [&](comm::Close& own) {
+    own.in_handler = options.in_handler;
     check_saving(directory);
     check_client_state(client_state_json);
   };
@@ -209,16 +245,20 @@ std::string Engine::Impl::save_checkpoint(const std::string& directory, std::str
   if (optimizer) optimizer->states().refresh_masters();
   const CheckpointConfig& how = config.checkpoint();
   const bool blocking = options.blocking.value_or(!how.saves_beside_training());
-  const checkpoint::SaveTarget target = name_save(directory, std::move(tag), options, blocking);
+  const auto [target, within] = name_save(directory, std::move(tag), options, blocking);
+  if (within) restore_last_boundary(loose.buffers);
+  const engine::Generators generators = within ? last.generators() : engine::Generators::of(model.device());
   if (optimizer) progress.parameter_steps = optimizer->counts().uneven_steps();
   if (optimizer) progress.parameter_numbers = optimizer->counts().parameter_numbers();
-  nlohmann::json state = engine::to_json(progress);
+  engine::Progress saved = progress;
+  if (within) saved.micro_steps = last.micro_steps();
+  nlohmann::json state = engine::to_json(saved);
   state["zero_stage"] = config.zero().stage;
   state["config"] = config.text();
   const SaveContents contents = contents_of(options, config);
   const bool exclude_frozen = options.exclude_frozen_parameters || contents == SaveContents::trainable;
   if (auto* const stages = channels.stages()) engine::leave_to_later_stages(*stages, loose.buffers);
-  checkpoint::SavePlan plan{target, take_snapshot(loose, exclude_frozen, state)};
+  checkpoint::SavePlan plan{target, take_snapshot(loose, generators, exclude_frozen, state)};
   if (auto* const stages = channels.stages()) merge_stages(*stages, state);
   if (contents == SaveContents::weights) {
     std::erase_if(plan.snapshot.pieces, [](const checkpoint::Piece& piece) { return piece.role.is_moment(); });

@@ -9,6 +9,7 @@
 #include <stdexcept>
 
 #include "base/interrupt.h"
+#include "deeptide/engine.h"
 #include "engine/run/preemption.h"
 #include "engine/step/across_stages.h"
 #include "engine/step/saver.h"
@@ -24,6 +25,14 @@ constexpr std::chrono::milliseconds kPeriod{250};
 constexpr std::chrono::milliseconds kTurn{5};
 /// A rank that is ahead waits for a moment now and then, and may yet refuse the step; this one then has taken nothing.
 constexpr std::chrono::seconds kTakesEarlyAfter{2};
+
+/// Whether ranks save in handlers of an exception while others are in step() yet.
+bool is_save_in_handlers(const std::vector<Close>& closes) {
+  const auto saves = [](const Close& close) { return close.call == Call::save_checkpoint && close.in_handler; };
+  const auto steps = [](const Close& close) { return close.call == Call::step; };
+  return std::any_of(closes.begin(), closes.end(), saves) && std::any_of(closes.begin(), closes.end(), steps) &&
+         std::all_of(closes.begin(), closes.end(), [&](const Close& close) { return saves(close) || steps(close); });
+}
 
 }  // namespace
 
@@ -77,6 +86,9 @@ std::vector<Close> Boundary::enter(Call call, const std::function<void(Close&)>&
   }
   const bool ends_pass = call != Call::zero_grad && call != Call::show_gradients;
   auto closes = close(own, ends_pass);
+  // Those in step() throw, and come here too if they were interrupted; else the board tells that they do not.
+  while (is_save_in_handlers(closes) && call == Call::save_checkpoint) closes = close(own, ends_pass);
+  if (is_save_in_handlers(closes)) refuse_step(closes);
   check_calls(closes);
   check_failures(closes, failure);
   take_private_writes(closes);
@@ -110,6 +122,17 @@ std::vector<Close> Boundary::close(const Close& own, bool ends_pass) {
     reducer_->end_coming();
     reducer_->keep_up(rounds);
   }
+}
+
+/// Nothing has changed on this rank, which may go on.
+void Boundary::refuse_step(const std::vector<Close>& closes) const {
+  const auto saves = [](const Close& close) { return close.call == Call::save_checkpoint; };
+  const auto saver = std::find_if(closes.begin(), closes.end(), saves) - closes.begin();
+  throw SaveMeetsStepError(
+      "step(): " + channels_.mesh().name(channels_.data().ranks()[static_cast<size_t>(saver)]) +
+      " handles an exception and calls save_checkpoint(), for which all ranks are needed. Nothing was "
+      "changed on this rank, and nothing was saved: the last checkpoint is as it was. Have all ranks "
+      "save where one fails, or save at steps, by \"checkpoint\": {\"on_preempt\": …} for signals");
 }
 
 void Boundary::check_calls(const std::vector<Close>& closes) const {

@@ -92,6 +92,7 @@ class Boundary {
  private:
   std::vector<comm::Close> close(const comm::Close& own, bool ends_pass);
   void check_calls(const std::vector<comm::Close>& closes) const;
+  [[noreturn]] void refuse_step(const std::vector<comm::Close>& closes) const;
   void check_failures(const std::vector<comm::Close>& closes, const std::exception_ptr& own) const;
   void vote(const char* what, const std::string& failure);
   bool has_private_writes() const;

@@ -212,52 +212,88 @@ void Stepper::take_gradients() {
   parts_.intake->take_left();
 }
 
+/// Whether the program says that this step() is no boundary, and gradients stay here until there is one: then no other
+/// rank needs to hear of it. Where all count alike, they meet, so that an error of one is an error of all.
+bool Stepper::steps_alone() const {
+  return boundary_override_ == false && parts_.channels.data().size() > 1 && parts_.reducer->is_local() &&
+         parts_.reducer->rounds_begun() == 0 && !parts_.policy.reduce_every_micro;
+}
+
+StepOutcome Stepper::accumulate_alone() {
+  parts_.model.check_bound();
+  parts_.live.check_trained();
+  parts_.intake->check_left();
+  parts_.intake->take_left();
+  parts_.reducer->finish(/*rounds=*/0);
+  StepOutcome outcome = accumulating();
+  end_micro_batch();
+  return finished(std::move(outcome));
+}
+
 std::optional<StepOutcome> Stepper::step(bool joined) {
+  refuse_in_interrupt_handler("step()");
   TORCH_CHECK_VALUE(parts_.reducer != nullptr, "step: this engine has no optimizer");
   const trace::RecorderScope scope(parts_.channels.recorder().get());
   parts_.reporter.follow_profiler();
   RECORD_USER_SCOPE("deeptide::step");
   parts_.channels.recorder()->enter(trace::Phase::step, parts_.progress.global_steps);
-  auto closes = close(joined);
-  while (call_of(closes) != Call::step) {
+  if (!joined && steps_alone()) return accumulate_alone();
+  for (;;) {
+    const auto closes = close(joined);
     if (call_of(closes) == Call::preempt) return step_aside(closes);
-    follow(closes);
-    closes = close(joined);
+    if (call_of(closes) != Call::step) {
+      follow(closes);
+      continue;
+    }
+    const auto any = [&](auto predicate) { return std::any_of(closes.begin(), closes.end(), predicate); };
+    if (!any([](const Close& c) { return !c.joined; })) return std::nullopt;
+    parts_.reducer->finish(most_rounds(closes));
+    const bool all_end = !any([](const Close& c) { return !c.joined && !c.boundary; });
+    if (all_end) return end_step(closes);
+    const bool any_ends = any([](const Close& c) { return !c.joined && c.boundary; });
+    // Ranks may have different numbers of micro-batches: those that are at the boundary wait there for the others.
+    if (any_ends && (joined || is_boundary())) continue;
+    check_has_gradient(closes);
+    StepOutcome outcome = accumulating();
+    end_micro_batch();
+    return finished(std::move(outcome));
   }
-  const auto all = [&](auto predicate) { return std::all_of(closes.begin(), closes.end(), predicate); };
-  if (!all([&](const Close& c) { return c.boundary == closes.front().boundary; })) {
-    throw CommError(
-        "the ranks disagree on the accumulation boundary; set_gradient_accumulation_boundary must be called "
-        "the same way on every rank");
-  }
-  if (all([](const Close& c) { return c.joined; })) return std::nullopt;
-  parts_.reducer->finish(most_rounds(closes));
+}
+
+void Stepper::check_has_gradient(const std::vector<Close>& closes) const {
   Stages* const stages = parts_.channels.stages();
   const bool may_have_none = stages != nullptr && stages->take_backward();  // a program may call no block of a stage
   TORCH_CHECK_VALUE(
       may_have_none || parts_.model.trainable().empty() || parts_.reducer->has_gradient() ||
-          !all([](const Close& c) { return !c.has_gradient; }),
+          !std::all_of(closes.begin(), closes.end(), [](const Close& c) { return !c.has_gradient; }),
       "step() before backward(): no rank has a gradient. Call engine.backward(loss) or loss.backward() first. If you "
       "did, the model's parameters are no longer those given to initialize: load_state_dict(assign=True) and the "
       "like replace them; load in place.");
-  StepOutcome outcome;
-  const bool ends_step = is_boundary();
-  if (ends_step) {
-    const auto verdicts = judge();
-    if (terms_.follow_leader(verdicts, closes)) ++hyperparameters_version_;
-    outcome = apply(verdicts);
-    const int64_t sent = bytes_sent_for_steps();
-    outcome.sent_bytes = sent - std::exchange(sent_bytes_, sent);
-    outcome.preempted = agrees_to_go();
-    parts_.saver.meet_stages();
-  } else {
-    outcome = accumulating();
-  }
+}
+
+/// All ranks that train are at the boundary.
+StepOutcome Stepper::end_step(const std::vector<Close>& closes) {
+  check_has_gradient(closes);
+  const Update update;  // other ranks go on with theirs
+  const auto verdicts = judge();
+  if (terms_.follow_leader(verdicts, closes)) ++hyperparameters_version_;
+  StepOutcome outcome = apply(verdicts);
+  const int64_t sent = bytes_sent_for_steps();
+  outcome.sent_bytes = sent - std::exchange(sent_bytes_, sent);
+  outcome.preempted = agrees_to_go();
+  parts_.saver.meet_stages();
+  Progress& progress = parts_.progress;
+  // A rank that has joined counts no micro-batches of its own.
+  const int64_t within = (progress.micro_steps + 1) % parts_.batch.accumulation;
+  if (!boundary_override_ && within != 0) progress.micro_steps += parts_.batch.accumulation - within;
   end_micro_batch();
-  if (ends_step) {
-    const Progress& progress = parts_.progress;
-    parts_.reporter.end_step({outcome, progress.hyperparameters, progress.global_samples, progress.skipped_steps});
-  }
+  parts_.last.note(progress.micro_steps);
+  parts_.reporter.end_step({outcome, progress.hyperparameters, progress.global_samples, progress.skipped_steps});
+  return finished(std::move(outcome));
+}
+
+/// Adds what became of a save beside training. Errors: those that a step ends with when all else is done.
+StepOutcome Stepper::finished(StepOutcome outcome) {
   if (auto saved = parts_.saver.take_result()) {
     outcome.saved = saved->error.empty() ? saved->path : "";
     outcome.save_error = std::move(saved->error);
@@ -363,9 +399,23 @@ StepOutcome Stepper::apply(const std::vector<Verdict>& verdicts) {
     scale = std::min(1.0, parts_.config.gradients().clipping / (outcome.grad_norm + 1e-6));
     outcome.clipped_norm = outcome.grad_norm * scale;
   }
-  scale /= outcome.loss_scale;
+  apply_gradients(verdicts, scale / outcome.loss_scale);
+  if (parts_.arrivals && drift_.is_due(progress.optimizer_steps)) parts_.arrivals->wait_all();
+  drifted_ = drift_.check(progress.optimizer_steps);
+  outcome.result = StepResult::applied;
+  return outcome;
+}
+
+/// An error or an interrupt in here leaves some parameters stepped and others not: until a load, no step goes on from
+/// that, and no checkpoint holds it.
+void Stepper::apply_gradients(const std::vector<Verdict>& verdicts, double scale) {
+  Progress& progress = parts_.progress;
   const auto active = terms_.agree_on_active(verdicts, parts_.model.trainable());
   parts_.residency.begin_step();
+  parts_.boundary.refuse_to_go_on(format_text(
+      "step {} ended in the middle of its update, by an error or an interrupt: some parameters were stepped "
+      "and others were not. Call load_checkpoint() with the last checkpoint, which is as it was",
+      progress.global_steps));
   {
     const trace::Span span(parts_.channels.recorder().get(), trace::Work::optimizer, "optimizer step");
     parts_.optimizer->step(*parts_.reducer, scale, progress.hyperparameters, active);
@@ -376,10 +426,7 @@ StepOutcome Stepper::apply(const std::vector<Verdict>& verdicts) {
   if (schedule_) ++progress.schedule_iteration;
   follow_schedule();
   if (compression_) compression_->step();
-  if (parts_.arrivals && drift_.is_due(progress.optimizer_steps)) parts_.arrivals->wait_all();
-  drifted_ = drift_.check(progress.optimizer_steps);
-  outcome.result = StepResult::applied;
-  return outcome;
+  parts_.boundary.go_on();
 }
 
 void Stepper::preempt() {
@@ -442,6 +489,7 @@ void Stepper::restore(const Progress& saved, bool moments, bool schedule) {
   follow_schedule();
   parts_.channels.clock().set_step(progress.global_steps);
   follow_boundary();
+  parts_.last.note(progress.micro_steps);
 }
 
 }  // namespace deeptide::engine

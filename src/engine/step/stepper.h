@@ -9,6 +9,7 @@
 
 #include "deeptide/engine.h"
 #include "engine/bind/live_model.h"
+#include "engine/run/last_boundary.h"
 #include "engine/run/preemption.h"
 #include "engine/run/progress.h"
 #include "engine/run/rewind.h"
@@ -54,6 +55,7 @@ struct StepperParts {
   report::Reporter& reporter;
   Saver& saver;
   Preemption& preemption;
+  LastBoundary& last;
 };
 
 class Stepper {
@@ -97,6 +99,11 @@ class Stepper {
 
  private:
   std::vector<comm::Close> close(bool joined);
+  bool steps_alone() const;
+  StepOutcome accumulate_alone();
+  void check_has_gradient(const std::vector<comm::Close>& closes) const;
+  StepOutcome end_step(const std::vector<comm::Close>& closes);
+  StepOutcome finished(StepOutcome outcome);
   int64_t bytes_sent_for_steps();
   void take_gradients();
   void follow(const std::vector<comm::Close>& closes);
@@ -107,6 +114,7 @@ class Stepper {
   bool agrees_to_go();
   StepOutcome step_aside(const std::vector<comm::Close>& closes);
   StepOutcome apply(const std::vector<comm::Verdict>& verdicts);
+  void apply_gradients(const std::vector<comm::Verdict>& verdicts, double scale);
   void end_micro_batch();
   void follow_boundary();
   bool exchanges_signs() const;

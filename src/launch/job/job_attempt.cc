@@ -180,8 +180,10 @@ void JobAttempt::on_signal(int signal) {
     }
     return;
   }
+  if (stop_signal_ == signal && Clock::now() - stopped_at_ < kSameSignal) return;
   if (stop_signal_) return kill();
   stop_signal_ = signal;
+  stopped_at_ = Clock::now();
   if (ending_.asked()) return;
   if (signal == SIGINT) context_.output.say(LogLevel::info, "stopping; press ^C again to kill the ranks at once");
   stop(signal == SIGINT ? SIGINT : SIGTERM, context_.options.stop_grace_s());

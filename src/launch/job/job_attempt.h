@@ -79,7 +79,8 @@ class JobAttempt {
   bool too_few_hosts_ = false;
   std::string refusal_;  // reason of the first host that refused
   std::optional<int> stop_signal_;
-  OwnEnd own_end_;  // of ranks, after it
+  Clock::time_point stopped_at_;  // when it came
+  OwnEnd own_end_;                // of ranks, after it
   Stage stage_ = Stage::connecting;
   Clock::time_point deadline_;  // for connecting and preparing
   Ending ending_;

@@ -141,9 +141,11 @@ void Supervisor::on_signal(int signal) {
     return ranks_.resume();
   }
   if (signal == SIGUSR1 || signal == SIGUSR2) return ranks_.pass_on(signal);
+  if (stop_signal_ == signal && Clock::now() - stopped_at_ < kSameSignal) return;
   if (stop_signal_ && program_.empty()) return ranks_.kill();
   if (stop_signal_) return ranks_.stop(SIGTERM, kStarterGrace_s);  // a killed starter would leave its ranks running
   stop_signal_ = signal;
+  stopped_at_ = Clock::now();
   if (keeper_ != 0 && getppid() != keeper_) return ranks_.kill();  // the keeper was killed
   if (ranks_.asked_to_end()) return;
   if (signal == SIGINT) output_.say(LogLevel::info, "stopping; press ^C again to kill the ranks at once");

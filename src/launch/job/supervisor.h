@@ -65,6 +65,7 @@ class Supervisor {
   std::optional<HubLink> link_;     // in a starter's rank
   double late_s_ = 0.0;             // the wait that has reached the timeout
   std::optional<int> stop_signal_;  // received by the launcher
+  Clock::time_point stopped_at_;    // when it came
 };
 
 }  // namespace deeptide::launch

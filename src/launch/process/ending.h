@@ -13,6 +13,9 @@ namespace deeptide::launch {
 /// The time after a failure in which other ranks may still fail on their own before they are asked to end.
 inline constexpr std::chrono::milliseconds kLastWords{300};
 
+/// Within this time a signal counts once: `timeout`, schedulers and terminals send it to a process and to its group.
+inline constexpr std::chrono::milliseconds kSameSignal{1000};
+
 /// Decides when to ask and when to kill: running -> warned -> stopping -> killing, never back.
 /// Value type: holds no process and reads no clock. Its owner sends the signals or messages.
 class Ending {

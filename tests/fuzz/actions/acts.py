@@ -27,6 +27,7 @@ class Rank:
         self.bound = dict(model.named_parameters(remove_duplicate=False))  # as given to the optimizer
         self.device = model.head.weight.device
         self.losses = {}
+        self.has_forward = False  # since the last step
         self.put_aside = {}  # name -> the memory that a swap took away
 
     def call(self, *arguments):
@@ -90,6 +91,7 @@ def forward(rank, act):
     if seed is None:
         return None
     loss = compute(rank, act, _batch_of(act, seed))
+    rank.has_forward |= act.get("mode", "train") == "train"
     if act.get("mode", "train") in ("train", "eval"):
         rank.losses[act["slot"]] = loss
     return {"loss": loss.item()}
@@ -104,6 +106,7 @@ def draw(rank, act):
         return {"drawn": torch.tensor([])}
     loss = compute(rank, act, subject.rows(numbers))
     rank.losses[act["slot"]] = loss
+    rank.has_forward = True
     return {"drawn": torch.tensor(numbers), "loss": loss.item()}
 
 

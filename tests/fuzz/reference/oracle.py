@@ -31,8 +31,6 @@ from reference.expected import (
     OWN_REBUILT,
     RAW,
     REBUILD_OF_ANOTHER,
-    SAVE_OF_ANOTHER,
-    UNSAVED,
     OpenError,
     Raises,
     UndefinedError,
@@ -283,21 +281,25 @@ def hyper(life, act, saves):
     return {}
 
 
+def _is_within(life):
+    """Whether a save holds the end of the last step."""
+    counts = life.override is None and life.micro_steps % life.phase["gas"]
+    return bool(counts) or any(rank.has_forward or rank.sums for rank in life.ranks)
+
+
 def save(life, act, saves):
     if any(rank.rehung for rank in life.ranks):
         raise UndefinedError("where the gradient of a parameter is that had another type meanwhile")
-    within = life.micro_steps % life.phase["gas"] and life.override is None
-    unsafe = [within or bool(rank.sums) for rank in life.ranks]
-    if any(unsafe):
-        life.enter(lambda rank: UNSAVED if within or rank.sums else SAVE_OF_ANOTHER)
     life.enter()
-    saves[act["tag"]] = {**life.save(), "phase": life.phase}
+    saves[act["tag"]] = {**life.save(), "phase": life.phase, "within": _is_within(life)}
     return {}
 
 
 def load(life, act, saves):
     if act["tag"] in saves:
         saved = saves[act["tag"]]
+        if saved.get("within"):
+            raise UndefinedError("what buffers were at the end of the step before an accumulation that was saved in")
         if saved.get("in_doubt"):
             raise UndefinedError("whether a save beside training was complete when ranks went different ways")
         if life.is_squeezed and hosts_of(life.program) > 1:
@@ -396,10 +398,10 @@ def rebuild(life, act, saves, but=()):
         raise UndefinedError("which rank tells first that ranks have other rates: the rebuild, or the step")
     in_files = life.away or life.in_files & {"optimizer_states", "parameters"}
     kept = OWN_REBUILT if life.keeps_own_states() else IN_FILES if in_files else None
-    within = life.micro_steps % life.phase["gas"] and life.override is None
-    if within or any(rank.sums for rank in life.ranks):
-        life.enter(lambda rank: NOT_REBUILT if within or rank.sums else REBUILD_OF_ANOTHER | kept)
+    if any(rank.sums for rank in life.ranks):
+        life.enter(lambda rank: NOT_REBUILT if rank.sums else REBUILD_OF_ANOTHER | kept)
     life.enter(lambda rank: kept)
+    life.micro_steps -= life.micro_steps % life.phase["gas"]  # gradients were dropped: the accumulation begins anew
     return NO_SUCH_MODEL if act.get("refused") else counters(life, act, saves)
 
 

@@ -12,6 +12,7 @@ from actions.loaders import Loader
 from actions.programs import LOSS_SCALE, OWN, STATES, is_low, placement_of, quantized_in
 from torch import nn
 
+from reference import expected
 from reference.expected import BY_HAND, MISFIT, MOVED, NEEDS_GRAD, NO_GRADIENT, OF_ANOTHER, TWO_VALUES, UNFROZEN
 from reference.noise import EPSILON, OF_MASTERS, OF_MOMENTS, OF_QUANTIZED
 from reference.partly import Shares, cast, make_plain
@@ -253,10 +254,13 @@ class Life:
         if at_boundary:
             self.shares.end_step(self.global_steps)
         self._run_hooks("pre", at_boundary)
+        alone = self.override is False and self.setting.stage < 2 and len(self.ranks) > 1
+        if alone and any(self._moved(rank) or self._check_step(rank) for rank in self.ranks):
+            raise expected.UndefinedError("how ranks go on when one of them alone fails in a step that is no boundary")
         self.enter(self._check_step)
         for rank in self.ranks:
             self._take_by_hand(rank)
-        if not any(rank.sums for rank in self.ranks):
+        if not alone and not any(rank.sums for rank in self.ranks):
             raise FailuresError([NO_GRADIENT] * len(self.ranks))
         outcome = {"result": "accumulating"}
         if at_boundary:
@@ -266,8 +270,8 @@ class Life:
             outcome = self._apply()
             self._run_hooks("post", outcome["result"] == "applied")
         for rank in self.ranks:
-            rank.added.clear()
-            rank.rehung.clear()
+            rank.has_forward &= not at_boundary
+            rank.added, rank.rehung = set(), set()
         self.shares.is_uncertain = False
         self.micro_steps += 1
         return outcome
@@ -469,7 +473,7 @@ class Life:
                         p.copy_(weights[name])
                 for name, value in (*rank.model.named_buffers(), *self.late(rank)[0].items()):
                     value.copy_(buffers[name] if name in buffers else weights[name])
-            rank.hyper = [dict(group) for group in saved["hyper"]]
+            rank.hyper, rank.has_forward = [dict(group) for group in saved["hyper"]], False
             if rank.loader:
                 rank.loader.go_to(*saved["data"])
         for pruning in self.prunings:

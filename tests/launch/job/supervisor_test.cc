@@ -166,10 +166,32 @@ TEST(Interrupt, TwiceKillsAtOnce) {
   // A second signal that comes before the first is read is one with it.
   ASSERT_TRUE(eventually([&] { return launched.errors_so_far().find("press ^C again") != std::string::npos; }));
   EXPECT_TRUE(process_exists(launched.pid()));
+  std::this_thread::sleep_for(kSameSignal);
   launched.send_signal(SIGINT);
   const LaunchResult result = launched.wait();
   EXPECT_EQ(result.exit_code, 130);
   Ids::expect_gone(pids);
+}
+
+TEST(Interrupt, CountsOnceWhereItIsSentToTheProcessAndToItsGroup) {
+  TempDir dir;
+  const std::string script = dir.write("main.py", R"(
+import time
+print('ready', flush=True)
+try:
+    time.sleep(100)
+except KeyboardInterrupt:
+    time.sleep(0.6)
+    print('saved', flush=True)
+)");
+  Launched launched({"--num_ranks", "1", script});
+  ASSERT_TRUE(eventually([&] { return launched.output_so_far().find("ready") != std::string::npos; }));
+  launched.send_signal(SIGINT);
+  ASSERT_TRUE(eventually([&] { return launched.errors_so_far().find("press ^C again") != std::string::npos; }));
+  launched.send_signal(SIGINT);
+  const LaunchResult result = launched.wait();
+  EXPECT_EQ(result.exit_code, 130);
+  expect_in("saved\n", result.output);
 }
 
 TEST(Interrupt, DuringAFailuresGraceKeepsTheFailuresCode) {
@@ -181,7 +203,7 @@ TEST(Interrupt, DuringAFailuresGraceKeepsTheFailuresCode) {
   const auto pids = ids.read(2);
   std::this_thread::sleep_for(std::chrono::milliseconds(200));
   launched.send_signal(SIGINT);
-  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  std::this_thread::sleep_for(kSameSignal + std::chrono::milliseconds(50));
   launched.send_signal(SIGINT);
   EXPECT_EQ(launched.wait().exit_code, 4);
   Ids::expect_gone(pids);

@@ -292,18 +292,6 @@ def test_a_tag_may_be_saved_again(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["latest", "same"]
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_save_within_an_accumulation_is_refused(stage, tmp_path):
-    engine, loader = start(None, stage, gas=2)
-    engine.backward(engine(*next(loader)))
-    with pytest.raises(ValueError, match=r"between backward.. and step"):
-        engine.save_checkpoint(tmp_path)
-    engine.step()
-    with pytest.raises(ValueError, match="gradients would be lost"):
-        engine.save_checkpoint(tmp_path)
-    assert not os.listdir(tmp_path)
-
-
 # -- killed while saving ----------------------------------------------------------------------------------------------
 
 

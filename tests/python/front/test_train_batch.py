@@ -152,3 +152,23 @@ def misuse(world):
 
 def test_what_cannot_be_a_batch_is_said():
     run_ranks(1, misuse)
+
+
+def step_after_a_dropped_accumulation(world, stage):
+    engine, twin = make(world, stage, "loss"), make(world, stage, "loss")
+    pack = FORMS["loss"][0]
+    given, same = batches(world.rank, world.size, pack), batches(world.rank, world.size, pack)
+    engine.backward(engine(*next(given)))
+    engine.step()
+    engine.zero_grad()  # as after an error in the middle of a step
+    next(same)
+    for _ in range(2):
+        assert engine.train_batch(given).item() == twin.train_batch(same).item()
+    assert engine.global_steps == twin.global_steps == 2 and not engine._core.has_gradients()
+    states = [each.module_state_dict() for each in (engine, twin)]
+    assert all(torch.equal(states[0][name], value) for name, value in states[1].items())
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_step_has_all_its_micro_batches_after_an_accumulation_was_dropped(stage):
+    run_ranks(2, step_after_a_dropped_accumulation, stage)

@@ -4,6 +4,7 @@
 
 import datetime
 import os
+import time
 
 import models
 import pytest
@@ -93,3 +94,32 @@ def train_alone_then_together():
 
 def test_ranks_meet_although_one_of_them_has_made_engines_in_another_group():
     run_processes(2, train_alone_then_together)
+
+
+def wait_in_two_engines(elsewhere):
+    """Rank 0 steps the second engine alone. Rank 1 waits in the first one, or sleeps."""
+    deeptide.init_distributed()
+    settings = models.config(1, deeptide={"comm_timeout": 3})
+    first, second = (deeptide.initialize(model=model, config=settings)[0] for model in adversaries())
+    rank = first.world.rank
+    if rank == 0 or elsewhere:
+        engine = (second, first)[rank]
+        engine.backward(engine(inputs(rank, 0, "real" if rank == 0 else "")).square().mean())
+        with pytest.raises(deeptide.CommError) as error:
+            engine.step()
+        print(error.value)
+    else:
+        time.sleep(6)
+        print("slept")
+
+
+def test_errors_name_the_engine_and_where_the_others_are():
+    one, other = (each.stdout for each in run_processes(2, wait_in_two_engines, True, check=False))
+    assert "rank 0 timed out after 3 s at engine 2 (Mlp), step 0, " in one, one
+    assert "rank 1 is in another engine and waits: engine 1 (Mlp), step 0" in one, one
+    assert "engine 1 (Mlp), step 0, step, " in other, other
+
+
+def test_a_rank_that_is_alive_and_waits_for_nobody_is_told_as_such():
+    one, _ = (each.stdout for each in run_processes(2, wait_in_two_engines, False, check=False))
+    assert "at engine 2 (Mlp), step 0" in one and "no report from rank 1 (alive as process " in one, one

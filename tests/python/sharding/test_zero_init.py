@@ -4,7 +4,10 @@
 
 import copy
 import json
+import os
+import signal
 import threading
+import time
 
 import models
 import pytest
@@ -330,3 +333,33 @@ def test_a_scope_opens_while_another_thread_registers_parameters():
     for hook in hooks:
         hook.remove()
     assert failures == []
+
+
+def fork_while_another_thread_builds():
+    ended = threading.Event()
+
+    def build():
+        while not ended.is_set():
+            with deeptide.zero.Init():
+                nn.Sequential(*(nn.Linear(300, 300) for _ in range(10)))
+
+    thread = threading.Thread(target=build)
+    thread.start()
+    for _ in range(30):
+        child = os.fork()
+        if child == 0:  # as a loader's worker begins
+            torch.manual_seed(1)
+            nn.Linear(8, 8)
+            os._exit(0)
+        deadline = time.monotonic() + 60
+        while os.waitpid(child, os.WNOHANG) == (0, 0):
+            if time.monotonic() > deadline:
+                os.kill(child, signal.SIGKILL)
+                os._exit(1)
+            time.sleep(0.001)
+    ended.set()
+    thread.join()
+
+
+def test_a_child_forked_while_another_thread_builds_a_model_may_draw():
+    run_processes(1, fork_while_another_thread_builds)

@@ -59,9 +59,12 @@ class BatchSizeMethods:
         accumulation = train_batch_size // of_one
         if accumulation == self.gradient_accumulation_steps():
             return
-        if self._micro_batch or self._core.has_gradients():
-            raise ValueError(f"set_train_batch_size({train_batch_size}) within an accumulation: call it after a step")
-        self._accumulation = accumulation
+        if self._core.has_gradients():
+            raise ValueError(
+                f"set_train_batch_size({train_batch_size}) within an accumulation: call it after a step, or after "
+                "zero_grad()"
+            )
+        self._accumulation, self._micro_batch = accumulation, 0
         self._tell_boundary()
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:

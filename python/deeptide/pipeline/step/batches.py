@@ -11,6 +11,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from deeptide import _C
+from deeptide.pipeline.errors import PipelineError
 
 
 def split(batch: Any, has_loss_fn: bool) -> tuple[Any, Any]:
@@ -62,6 +63,18 @@ def take(
 
 
 _CODES = ("", "end", "failed")
+_SAVES = 3  # another stage saves in the handler of an exception
+
+
+def agree_to_save(stage: _C.PipelineStage, in_handler: bool) -> None:
+    """Collective over the stages, before a save. Those that begin a step meanwhile raise, and may come here too."""
+    while True:
+        codes = [int(code) for code in stage.exchange([float(_SAVES), 0.0])[::2]]
+        if all(code == _SAVES for code in codes):
+            return
+        if not in_handler:
+            other = next(number for number, code in enumerate(codes) if code != _SAVES)
+            raise PipelineError(f"save_checkpoint: stage {other} begins a step meanwhile; all stages save together")
 
 
 def agree(stage: _C.PipelineStage | None, problem: str, mark: int | None = None) -> None:
@@ -74,6 +87,11 @@ def agree(stage: _C.PipelineStage | None, problem: str, mark: int | None = None)
     if stage is not None:
         values = [int(each) for each in stage.exchange([float(code), float(mark or 0)])]
         codes, marks = values[::2], values[1::2]
+    if _SAVES in codes:
+        raise _C.SaveMeetsStepError(
+            f"stage {codes.index(_SAVES)} handles an exception and calls save_checkpoint(), for which all ranks are "
+            "needed. Nothing was changed on this rank"
+        )
     if problem and problem != "end":
         raise ValueError(problem)
     if 2 in codes:
