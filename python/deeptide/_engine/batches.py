@@ -169,8 +169,8 @@ class WholeSteps:
         for index in range(count):
             loss = loss_of(*_call(self, _next(batches, index, count), loss_fn), loss_fn)
             self.backward(loss)
+            losses.append(loss.detach().clone())  # the model may add later losses to its tensor
             self.step()
-            losses.append(loss.detach())
         return losses
 
     def _evaluate_on(
@@ -190,7 +190,7 @@ class WholeSteps:
                 if wants_outputs:
                     outputs.append(output)
                 if compute_loss:
-                    losses.append(loss_of(output, labels, loss_fn))
+                    losses.append(loss_of(output, labels, loss_fn).clone())
         return losses, outputs
 
     def _mean_loss(self, losses: list[torch.Tensor]) -> torch.Tensor:

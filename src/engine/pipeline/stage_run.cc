@@ -168,7 +168,7 @@ at::Tensor StageRun::loss_of(const Activations& outputs, const MicroBatch& batch
   at::Tensor loss = loss_(outputs, batch.targets);
   TORCH_CHECK_VALUE(loss.defined() && loss.numel() == 1, "the loss of a micro-batch: got ",
                     loss.defined() ? c10::str("shape ", loss.sizes()) : "nothing", ", expected a scalar tensor");
-  return loss;
+  return loss.clone();  // the model may add later losses to its own tensor
 }
 
 void StageRun::send_activation(const Piece& piece) {

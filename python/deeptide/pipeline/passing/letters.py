@@ -99,6 +99,11 @@ def _empty(dtype: str, shape: list[int]) -> torch.Tensor:
     return torch.empty(shape, dtype=getattr(torch, dtype))
 
 
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the host: the bytes leave later, and a layer may write to what it has returned, as to a buffer."""
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
 def _shapes_of(tensors: list[torch.Tensor]) -> _Shapes:
     for tensor in tensors:
         if tensor.layout is not torch.strided:
@@ -148,8 +153,11 @@ class Letters:
             if count > 0:
                 self._ask(source)
 
-    def send(self, subject: Subject, tree: Any, to: int) -> None:
-        """Returns at once. Tensors must not change before the step's end."""
+    def send(self, subject: Subject, tree: Any, to: int, is_own: bool = False) -> None:
+        """Sends the tensors' values of this moment; returns at once.
+
+        is_own: nobody writes to them later, so those in the host's memory are sent without a copy.
+        """
         tensors = tensors_in(tree)
         shapes = _shapes_of(tensors)
         line = self._out.setdefault(to, _Line())
@@ -158,7 +166,7 @@ class Letters:
         header, *rest = _header(subject, tree, tensors, shapes)
         for tensor in (header, *first, *rest, *last):
             if tensor.numel() > 0:
-                self._stage.send(tensor.detach().cpu(), to)
+                self._stage.send(tensor.detach().cpu() if is_own else _copied(tensor), to)
         line.note(shapes)
 
     def receive(self, subject: Subject, source: int) -> Any:

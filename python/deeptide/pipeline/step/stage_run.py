@@ -287,8 +287,9 @@ class StageRun:
     def _forward_of_engine(self, *args: Any, **kwargs: Any) -> Any:
         return Engine.forward(self._engine, *args, **kwargs)
 
-    def _loss(self, output: Any, micro_batch: int) -> torch.Tensor:
-        return self._model.loss_of(output, self._batches[micro_batch][1])
+    def _loss(self, output: Any, micro_batch: int) -> Any:
+        loss = self._model.loss_of(output, self._batches[micro_batch][1])
+        return None if loss is None else loss.clone()  # the model may add later losses to its own tensor
 
     def _forward(self, piece: _Piece) -> None:
         watch: AbstractContextManager[Any] = nullcontext() if self._aside is None else self._aside.forward()
