@@ -15,13 +15,13 @@ import torch
 from deeptide import _C
 from deeptide._C import Config, ConfigError, PipelineSchedule, StepOutcome
 from deeptide._engine import batches as _batches
+from deeptide._process import generators
 from deeptide._process.log import say
 from deeptide._process.reports import told
 from deeptide.data import RepeatingLoader
 from deeptide.engine import Engine
 from deeptide.pipeline.cutting.chunks import starts_of
 from deeptide.pipeline.cutting.cut import BlockCut, cut_of
-from deeptide.pipeline.cutting.digest import digest
 from deeptide.pipeline.errors import PipelineError
 from deeptide.pipeline.module import PipelineModule
 from deeptide.pipeline.schedules import SCHEDULES, simulate
@@ -226,10 +226,30 @@ class PipelineEngine(Engine):
             batches = data_iter if data_iter is not None else self._iterator
             if batches is None and self.training_dataloader is not None:
                 batches = _batches.batches_of(self, None, name)
-            taken, problem = micro_batches.take(batches, count, self._batch_fn, self._cut.split, self._core.device())
-        mark = digest(taken, with_floats=True) if isinstance(self._cut, BlockCut) else None
-        micro_batches.agree(self._stage, problem, mark)
+            with self._drawing_alike():
+                taken, problem = micro_batches.take(
+                    batches, count, self._batch_fn, self._cut.split, self._core.device()
+                )
+        micro_batches.agree(self._stage, problem, micro_batches.marks(taken))
         return taken
+
+    @contextlib.contextmanager
+    def _drawing_alike(self) -> Iterator[None]:
+        """Inside, stages that read batches draw the first stage's random numbers: collators draw masks."""
+        # Ranks as threads have one generator, from which others may be drawing.
+        if self._stage is None or self.world.source == "threads":
+            yield
+            return
+        own = generators.states()
+        others = range(1, self.num_stages) if isinstance(self._cut, BlockCut) else [self.num_stages - 1]
+        first = self._loop.of_first(own, others)
+        if self.stage_id > 0:
+            generators.set_states(first)
+        try:
+            yield
+        finally:
+            if self.stage_id > 0:
+                generators.set_states(own)
 
     def _set_loss_fn(self, loss_fn: _batches.LossFunction | None) -> None:
         if isinstance(self._cut, BlockCut):

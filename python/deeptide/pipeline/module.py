@@ -14,6 +14,7 @@ import torch.utils.checkpoint
 
 from deeptide import _C
 from deeptide._C import ConfigError
+from deeptide._model.recomputation import repeatable
 from deeptide.pipeline.cutting.ties import ties_of_layers
 from deeptide.pipeline.layers import LayerSpec, TiedLayerSpec
 from deeptide.pipeline.partition import bounds_of
@@ -23,7 +24,7 @@ from deeptide.pipeline.step.batches import split
 
 
 def _recompute(function: Callable[..., Any], *args: Any) -> Any:
-    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
+    return torch.utils.checkpoint.checkpoint(repeatable(function), *args, use_reentrant=False)
 
 
 def _seed(number: int) -> None:

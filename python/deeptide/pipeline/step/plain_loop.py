@@ -45,7 +45,7 @@ class PlainLoop(StageRun):
         Errors: ValueError if their batches differ.
         """
         assert self._stage is not None and self._letters is not None
-        micro_batches.agree(self._stage, "", digest((args, kwargs), with_floats=True))
+        micro_batches.agree(self._stage, "", [digest((args, kwargs), with_floats=True)])
         trains = torch.is_grad_enabled()
         self._number += 1
         if not self._ties.is_open:
@@ -70,6 +70,14 @@ class PlainLoop(StageRun):
             self._send("output", 0, content_of(output), stage)
         self._stage.flush()
         return output
+
+    def of_first(self, own: Any, others: Iterable[int]) -> Any:
+        """The first stage's value, which it sends to the `others`: those stages call it, and the first one."""
+        if self._here > 0:
+            return self._receive("value of the first stage", 0, 0)
+        for stage in others:
+            self._send("value of the first stage", 0, own, stage)
+        return own
 
     def exchange_tensors(self, own: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Sends the other stages tensors by name, one by one, and gives theirs. Collective over the stages."""
