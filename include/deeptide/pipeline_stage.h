@@ -58,6 +58,12 @@ class DEEPTIDE_API PipelineStage {
   /// has to go to autograd instead, by `backward`: a hook of the program's asks for it, or it is no such weight's.
   /// Errors: ValueError if the factors do not fit together.
   bool add_product(const at::Tensor& weight, const at::Tensor& left, const at::Tensor& right);
+  /// The next backward adds to a parameter's gradient a sum that other stages have computed, scaled as fp16's losses
+  /// are, in the sum's type: in fp16 many micro-batches may overflow. Returns false where it has to go to autograd
+  /// instead, by `backward`: types are equal, or a hook of the program's asks for the gradient.
+  bool join(const at::Tensor& parameter, const at::Tensor& sum);
+  /// After that backward: sums whose parameters got no gradient in it are their gradients.
+  void take_joining();
   /// The next step() goes on without a gradient in this stage: a backward has passed it, and may have reached none of
   /// its parameters, as where the program called none of its blocks.
   void note_backward();

@@ -70,6 +70,8 @@ void bind_stage(py::module_& module) {
       .def("give", StageHandle::forward_to(&PipelineStage::give), py::arg("number"), NoGil())
       .def("add_product", StageHandle::forward_to(&PipelineStage::add_product), py::arg("weight"), py::arg("left"),
            py::arg("right"), NoGil())
+      .def("join", StageHandle::forward_to(&PipelineStage::join), py::arg("parameter"), py::arg("sum"), NoGil())
+      .def("take_joining", StageHandle::forward_to(&PipelineStage::take_joining), NoGil())
       .def("note_backward", StageHandle::forward_to(&PipelineStage::note_backward))
       .def("meet", StageHandle::forward_to(&PipelineStage::meet), NoGil())
       .def("exchange", StageHandle::forward_to(&PipelineStage::exchange), py::arg("values"), NoGil());

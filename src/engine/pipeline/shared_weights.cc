@@ -76,7 +76,7 @@ std::pair<Activations, Activations> SharedWeights::take_gradients(Letters& lette
     }
     if (!sum.defined()) continue;
     found.first.push_back(weight.parameter);
-    found.second.push_back(sum.to(weight.parameter.scalar_type()));
+    found.second.push_back(sum);
   }
   return found;
 }

@@ -148,7 +148,7 @@ class Ties:
             borrowed.sums = [None] * len(borrowed.sums)
 
     def take_gradients(self, letters: Letters, step: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """An owner's parameters, in its last backward, and what the borrowers' gradients add to theirs."""
+        """An owner's parameters, in its last backward, and what the borrowers' gradients add to theirs, in fp32."""
         parameters: list[torch.Tensor] = []
         gradients: list[torch.Tensor] = []
         for owned in self._owned:
@@ -159,7 +159,7 @@ class Ties:
             for parameter, gradient in zip(owned.parameters(), sums, strict=True):
                 if gradient is not None:
                     parameters.append(parameter)
-                    gradients.append(gradient.to(parameter.dtype))
+                    gradients.append(gradient)
         return parameters, gradients
 
 

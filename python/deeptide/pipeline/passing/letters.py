@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from deeptide import _C
 
@@ -39,6 +40,28 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     if isinstance(tree, dict):
         return [tensor for item in tree.values() for tensor in tensors_in(item)]
     return []
+
+
+class _Handed(torch.autograd.Function):
+    """The tensor itself, but no leaf of autograd's nor a view of one: blocks may write into it."""
+
+    @staticmethod
+    def forward(ctx: Any, received: torch.Tensor) -> torch.Tensor:
+        """Shares its memory."""
+        return received.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        """As it came."""
+        return gradients[0]
+
+
+def handed(received: Any) -> Any:
+    """What a stage has received, as its first block gets it."""
+    if not torch.is_grad_enabled():
+        return received
+    apply: Any = _Handed.apply
+    return tree_map_only(torch.Tensor, lambda tensor: apply(tensor) if tensor.requires_grad else tensor, received)
 
 
 def _encoded(tree: Any, numbers: Iterator[int]) -> Any:

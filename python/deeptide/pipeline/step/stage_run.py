@@ -16,7 +16,7 @@ from deeptide import _C
 from deeptide._C import PipelineSchedule, StageAction, StageInstruction
 from deeptide._model.products import Pairs
 from deeptide.engine import Engine
-from deeptide.pipeline.passing.letters import Letters, Subject, tensors_in
+from deeptide.pipeline.passing.letters import Letters, Subject, handed, tensors_in
 from deeptide.pipeline.step.set_aside import SetAside
 from deeptide.pipeline.step.undo import Undo
 
@@ -282,7 +282,7 @@ class StageRun:
         received = self._received.pop(piece) if self._part(chunk) > 0 else None
         inputs = self._batches[micro_batch][0] if self._batches else None
         self._inputs[piece] = tensors_in(received)
-        return self._model.run_stage(self._forward_of_engine, inputs, received, chunk)
+        return self._model.run_stage(self._forward_of_engine, inputs, handed(received), chunk)
 
     def _forward_of_engine(self, *args: Any, **kwargs: Any) -> Any:
         return Engine.forward(self._engine, *args, **kwargs)
@@ -326,11 +326,25 @@ class StageRun:
     def _backward_from(self, sent: Any, gradients: list[torch.Tensor | None], piece: _Piece) -> None:
         outputs = [tensor for tensor in tensors_in(sent) if tensor.requires_grad]
         pairs = [(out, grad) for out, grad in zip(outputs, gradients, strict=True) if grad is not None]
-        assert self._stage is not None and self._letters is not None
         if piece == self._final and self._aside is None:
-            pairs += zip(*self._ties.take_gradients(self._letters, self._number), strict=True)
+            pairs += self._of_borrowers()
+        self._backward_of_pairs(pairs)
+
+    def _of_borrowers(self) -> Pairs:
+        """What stages that borrow weights add to their gradients, as far as it goes to autograd.
+
+        The engine adds sums in fp32 to gradients in fp16 or bf16, where no hook of the program's asks for them.
+        """
+        assert self._stage is not None and self._letters is not None
+        parameters, sums = self._ties.take_gradients(self._letters, self._number)
+        pairs = zip(parameters, sums, strict=True)
+        return [(each, gradient.to(each.dtype)) for each, gradient in pairs if not self._stage.join(each, gradient)]
+
+    def _backward_of_pairs(self, pairs: Pairs) -> None:
+        assert self._stage is not None
         if pairs:
             self._stage.backward([out for out, _ in pairs], [grad for _, grad in pairs])
+        self._stage.take_joining()
 
     def _send_gradient(self, piece: _Piece) -> None:
         gradients = [tensor.grad for tensor in self._inputs.pop(piece) if tensor.requires_grad]
@@ -354,13 +368,12 @@ class StageRun:
 
     def _backward_weight(self, piece: _Piece) -> None:
         if self._aside is not None:
-            assert self._stage is not None and self._letters is not None
-            besides: Pairs = []
-            if piece == self._final:
-                besides += zip(*self._ties.take_gradients(self._letters, self._number), strict=True)
+            assert self._stage is not None
+            besides: Pairs = self._of_borrowers() if piece == self._final else []
             self._stage.give(piece[1])
             for pairs in self._aside.gradients(piece[1], besides):
                 self._stage.backward([leaf for leaf, _ in pairs], [gradient for _, gradient in pairs])
+            self._stage.take_joining()
             self._ties.add_gradients()
         self._end(piece)
 
