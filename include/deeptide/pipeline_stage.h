@@ -67,6 +67,11 @@ class DEEPTIDE_API PipelineStage {
   /// The next step() goes on without a gradient in this stage: a backward has passed it, and may have reached none of
   /// its parameters, as where the program called none of its blocks.
   void note_backward();
+  /// This stage's part of a step ended in its middle, by an error: stages that wait for what it will not send hear why
+  /// after "error_grace", whatever this one does next, until `begin_step`.
+  void lose_step(const std::string& why);
+  /// The stages have come to their next step together.
+  void begin_step();
   /// Collective over the ranks of this stage. Waits until all have come here; those that are behind gather meanwhile.
   void meet();
   /// Collective over the stages. Returns every stage's values, equally many, one stage after the other. Serves

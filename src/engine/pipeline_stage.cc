@@ -113,6 +113,9 @@ void PipelineStage::take_joining() {
 
 void PipelineStage::note_backward() { engine_.channels.stages()->note_backward(); }
 
+void PipelineStage::lose_step(const std::string& why) { engine_.channels.board()->report_lost_step(why); }
+void PipelineStage::begin_step() { engine_.channels.board()->withdraw_lost_step(); }
+
 void PipelineStage::meet() {
   engine_.told("meet", [&] { engine_.mean(0.0); });
 }

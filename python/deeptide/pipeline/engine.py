@@ -97,7 +97,7 @@ class PipelineEngine(Engine):
                 "the model was called within a step of the schedule, as by the loss function, where other stages do "
                 "not come; call it between steps, or compute with what the loss function is given"
             )
-        with self._cut.relay.open((args, kwargs)):
+        with self._together("forward"), self._cut.relay.open((args, kwargs)):
             return forward(*args, **kwargs)
 
     def _check_teams(self) -> None:
@@ -237,7 +237,8 @@ class PipelineEngine(Engine):
     def _drawing_alike(self) -> Iterator[None]:
         """Inside, stages that read batches draw the first stage's random numbers: collators draw masks."""
         # Ranks as threads have one generator, from which others may be drawing.
-        if self._stage is None or self.world.source == "threads":
+        # After a step that has ended in its middle, the stages meet before they send anything.
+        if self._stage is None or self.world.source == "threads" or not self._run.is_over:
             yield
             return
         own = generators.states()
@@ -266,12 +267,29 @@ class PipelineEngine(Engine):
             self._cut.gives_outputs = gives
 
     @contextlib.contextmanager
-    def _in_step(self) -> Iterator[None]:
+    def _in_step(self, name: str) -> Iterator[None]:
         self._is_in_step = True
         try:
-            yield
+            with self._together(name):
+                yield
         finally:
             self._is_in_step = False
+
+    @contextlib.contextmanager
+    def _together(self, name: str) -> Iterator[None]:
+        """Around what stages do together: where it ends in its middle, the others wait for what does not come.
+
+        So they hear of the error though this rank's program catches it and goes on.
+        """
+        self._run.is_over = False
+        try:
+            yield
+        except BaseException as error:
+            if self._stage is not None and not self._run.is_over:
+                with contextlib.suppress(Exception):
+                    self._stage.lose_step(f"raised {type(error).__name__} in {name}: {error}")
+            raise
+        self._run.is_over = True
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -283,7 +301,7 @@ class PipelineEngine(Engine):
         taken = self._take(data_iter, count, "train_batch")
         self.module.train()
         self._loop.forget()
-        with self._in_step():
+        with self._in_step("train_batch"):
             return self._run.train(self._schedule, taken, count)
 
     def _evaluate_on(
@@ -298,7 +316,7 @@ class PipelineEngine(Engine):
         self._give_outputs(wants_outputs)
         taken = self._take(data_iter, count, "eval_batch")
         with _batches.evaluating(self):
-            with self._in_step():
+            with self._in_step("eval_batch"):
                 losses, outputs = self._run.evaluate(taken, count, compute_loss)
             if self._stage is not None:
                 self._stage.meet()  # ranks that are behind still gather
@@ -387,7 +405,8 @@ class PipelineEngine(Engine):
         self._say_once(ADVICE, "warning")
         self._set_loss_fn(None)
         self._give_outputs(True)
-        return loop.forward(args, kwargs, self._broadcasts)
+        with self._together("forward"):
+            return loop.forward(args, kwargs, self._broadcasts)
 
     @told
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
@@ -395,7 +414,8 @@ class PipelineEngine(Engine):
         loop = self._loop_of("backward")
         if retain_graph:
             raise PipelineError("backward: retain_graph does not go with a pipeline yet; leave it out")
-        return loop.backward(loss, scale_wrt_gas)
+        with self._together("backward"):
+            return loop.backward(loss, scale_wrt_gas)
 
     @told
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> StepOutcome:

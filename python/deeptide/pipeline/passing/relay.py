@@ -86,6 +86,8 @@ class Relay:
         for stage in others:
             self._send_to(stage, "the call", [mark, generators if self.here == 0 else []])
         got = {stage: self._receive("the call", stage) for stage in others}
+        assert self._stage is not None
+        self._stage.begin_step()
         for stage, (its, _) in got.items():
             if its != mark:
                 raise ValueError(

@@ -84,6 +84,7 @@ def agree(stage: _C.PipelineStage | None, problem: str, own: list[int]) -> None:
     if stage is not None:
         width = 1 + len(own)
         values = [int(each) for each in stage.exchange([float(code), *map(float, own)])]
+        stage.begin_step()
         codes, parts = values[::width], [values[place::width] for place in range(1, width)]
     if problem and problem != "end":
         raise ValueError(problem)

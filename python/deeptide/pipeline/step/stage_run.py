@@ -97,6 +97,7 @@ class StageRun:
         self._is_apart = False
         self._waited = 0.0  # seconds, in this step
         self._ended = 0.0  # when the last instruction of a step had computed and sent
+        self.is_over = True  # nothing of a step is left that another stage waits for
         self.times = (0.0, 0.0)  # of the last step's instructions, without the optimizer's: seconds taken and waited
 
     def train(self, schedule: PipelineSchedule, batches: list[tuple[Any, Any]], count: int) -> list[torch.Tensor]:
@@ -383,6 +384,7 @@ class StageRun:
             self._ties.send_gradients(self._letters, self._number)
         if piece == self._final:
             self._ended = time.perf_counter()  # the optimizer's step waits for all stages
+            self.is_over = True
         if piece in self._closing:
             if self._stage is not None:
                 self._stage.note_backward()
