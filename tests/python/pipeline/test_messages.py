@@ -174,3 +174,21 @@ def test_layers_of_two_stages_that_share_a_weight_without_a_tie_are_refused():
 
     with pytest.raises(deeptide.ConfigError, match=r"layers 0 and 2 share a parameter .*TiedLayerSpec"):
         run_ranks(2, build)
+
+
+def train_in_fp16(world, num_stages):
+    """(norm, skipped steps) of many micro-batches, whose sum in fp16 would be infinite, and each is not."""
+    gas = 64
+    settings = models.config(0, gas=gas, micro=2, fp16={"enabled": True, "loss_scale": 2.0**15})
+    settings = {**settings, "parallel": {"pipeline": num_stages}} if num_stages > 1 else settings
+    engine = deeptide.initialize(model=models.make_model(), config=settings, world=world)[0]
+    tokens = torch.arange(12).reshape(2, 6)
+    engine.train_batch(iter([(tokens, tokens.roll(1, 1))] * gas))
+    return engine.get_global_grad_norm(), engine.skipped_steps
+
+
+def test_gradients_of_a_tied_weight_join_in_fp32():
+    norm, skipped = run_ranks(1, train_in_fp16, 1)[0]
+    assert skipped == 0
+    for found in run_ranks(2, train_in_fp16, 2):
+        assert found == (pytest.approx(norm, rel=1e-2), 0)
