@@ -88,7 +88,7 @@ void GradientIntake::give(int64_t number) {
 
 bool GradientIntake::join(const Tensor& weight, const Tensor& sum) {
   const auto found = index_of_.find(weight.unsafeGetTensorImpl());
-  if (found == index_of_.end() || sum.scalar_type() == weight.scalar_type() || !hooks_->is_alone(found->second)) {
+  if (found == index_of_.end() || sum.scalar_type() == weight.scalar_type() || hooks_->is_watched(found->second)) {
     return false;
   }
   const Place& place = places_[found->second];
