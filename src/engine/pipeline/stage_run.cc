@@ -41,7 +41,7 @@ struct Handed : torch::autograd::Function<Handed> {
   }
 };
 
-/// What a stage has received, as its first layer gets it.
+/// Makes what a stage has received safe for its first layer to write into.
 Activations handed(Activations received) {
   if (!at::GradMode::is_enabled()) return received;
   for (at::Tensor& tensor : received) {

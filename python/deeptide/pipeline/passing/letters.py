@@ -52,12 +52,12 @@ class _Handed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        """As it came."""
+        """Returns the gradient as it came."""
         return gradients[0]
 
 
 def handed(received: Any) -> Any:
-    """What a stage has received, as its first block gets it."""
+    """Makes what a stage has received safe for its first block to write into."""
     if not torch.is_grad_enabled():
         return received
     apply: Any = _Handed.apply

@@ -332,7 +332,7 @@ class StageRun:
         self._backward_of_pairs(pairs)
 
     def _of_borrowers(self) -> Pairs:
-        """What stages that borrow weights add to their gradients, as far as it goes to autograd.
+        """Takes gradients from stages that borrow weights; returns those that go to autograd.
 
         The engine adds sums in fp32 to gradients in fp16 or bf16, where no hook of the program's asks for them.
         """

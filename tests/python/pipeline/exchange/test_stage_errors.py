@@ -12,7 +12,7 @@ from conftest import run_processes
 import deeptide
 from deeptide.pipeline import PipelineModule
 
-WIDTH, GAS = 8, 2
+WIDTH, GAS, TIMEOUT = 8, 2, 600
 
 
 class Breaks(torch.nn.Module):
@@ -35,7 +35,7 @@ def loss_of(outputs, labels):
 def start(kind):
     """(engine, a function that runs one step)."""
     layers = [Breaks(0), Breaks(1)]
-    settings = models.config(0, gas=GAS, micro=2, deeptide={"error_grace": 0.5, "comm_timeout": 60})
+    settings = models.config(0, gas=GAS, micro=2, deeptide={"error_grace": 0.5, "comm_timeout": TIMEOUT})
     if kind == "layers":
         model = PipelineModule(layers, num_stages=2, loss_fn=loss_of)
     else:
@@ -77,7 +77,7 @@ def test_the_others_hear_of_an_error_that_a_stage_catches(kind, who, saves, tmp_
     done = run_processes(2, catches, kind, who, str(tmp_path) if saves else "")
     seconds, _, text = done[1 - who].stdout.partition(" ")
     assert f"raised ValueError in {'train_batch' if kind == 'layers' else 'forward'}: layer {who} is broken" in text
-    assert float(seconds) < 30
+    assert float(seconds) < TIMEOUT / 4
 
 
 def ends(who):
