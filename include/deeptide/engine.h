@@ -289,6 +289,9 @@ class DEEPTIDE_API Engine {
   void report_error(const std::string& event, const std::string& text);
   /// Takes the report back: this rank goes on. Every collective method and backward() do so too.
   void withdraw_error();
+  /// At the end of the process that serves the ranks' store, after an error of its own: reports the end, and waits
+  /// until the others have ended as well, at most so long, for they read there why. Units: seconds.
+  void let_others_end(double seconds);
   /// The program may have changed the model's parameters: the next step() looks at the model.
   void expect_model_changes();
   /// Collective. Between two steps: moves states out of memory, which goes back to the system, for a phase that needs

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <functional>
+#include <string>
 
 #include "deeptide/errors.h"
 
@@ -26,5 +27,13 @@ DEEPTIDE_API bool is_in_update();
 /// turn a CommError into a nameless runtime error.
 using ErrorThrower = std::function<void(const CommError&)>;
 DEEPTIDE_API void set_error_thrower(ErrorThrower thrower);
+
+/// Reads the states of the interpreter's own random generators as bytes, and sets them: checkpoints hold them beside
+/// torch's. Called on the threads that call the engine, with or without the interpreter's lock.
+struct InterpreterGenerators {
+  std::function<std::string()> read;
+  std::function<void(const std::string&)> set;
+};
+DEEPTIDE_API void set_interpreter_generators(InterpreterGenerators generators);
 
 }  // namespace deeptide

@@ -58,9 +58,20 @@ class DEEPTIDE_API PipelineStage {
   /// has to go to autograd instead, by `backward`: a hook of the program's asks for it, or it is no such weight's.
   /// Errors: ValueError if the factors do not fit together.
   bool add_product(const at::Tensor& weight, const at::Tensor& left, const at::Tensor& right);
+  /// The next backward adds to a parameter's gradient a sum that other stages have computed, scaled as fp16's losses
+  /// are, in the sum's type: in fp16 many micro-batches may overflow. Returns false where it has to go to autograd
+  /// instead, by `backward`: types are equal, or a hook of the program's asks for the gradient.
+  bool join(const at::Tensor& parameter, const at::Tensor& sum);
+  /// After that backward: sums whose parameters got no gradient in it are their gradients.
+  void take_joining();
   /// The next step() goes on without a gradient in this stage: a backward has passed it, and may have reached none of
   /// its parameters, as where the program called none of its blocks.
   void note_backward();
+  /// This stage's part of a step ended in its middle, by an error: stages that wait for what it will not send hear why
+  /// after "error_grace", whatever this one does next, until `begin_step`.
+  void lose_step(const std::string& why);
+  /// The stages have come to their next step together.
+  void begin_step();
   /// Collective over the ranks of this stage. Waits until all have come here; those that are behind gather meanwhile.
   void meet();
   /// Collective over the stages. Returns every stage's values, equally many, one stage after the other. Serves

@@ -211,6 +211,7 @@ void bind_state(EngineClass& engine) {
       .def("rebuild", &rebuild, py::arg("model"), py::arg("options"), NoGil())
       .def("report_error", forward_to(&Engine::report_error), py::arg("event"), py::arg("text"), NoGil())
       .def("withdraw_error", forward_to(&Engine::withdraw_error), NoGil())
+      .def("let_others_end", forward_to(&Engine::let_others_end), py::arg("seconds"), NoGil())
       .def("expect_model_changes", forward_to(&Engine::expect_model_changes), NoGil())
       .def("offload_states", &offload_states, py::kw_only(), py::arg("masters"), py::arg("moments"),
            py::arg("gradients"), py::arg("to_files"), py::arg("folders"), NoGil())

@@ -90,6 +90,18 @@ void check_signals() {
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
+py::module_ generators() { return py::module_::import("deeptide._process.generators"); }
+
+std::string read_generators() {
+  const py::gil_scoped_acquire gil;
+  return generators().attr("of_interpreter")().cast<std::string>();
+}
+
+void set_generators(const std::string& states) {
+  const py::gil_scoped_acquire gil;
+  generators().attr("set_interpreter")(py::bytes(states));
+}
+
 }  // namespace
 
 void bind_errors(py::module_& module) {
@@ -109,6 +121,7 @@ void bind_errors(py::module_& module) {
   set_error_thrower(&throw_in_python);
   set_blocking_region(&wait_without_gil);
   set_interrupt_check(&check_signals);
+  set_interpreter_generators({&read_generators, &set_generators});
   py::register_local_exception_translator(&translate);
 }
 

@@ -70,7 +70,11 @@ void bind_stage(py::module_& module) {
       .def("give", StageHandle::forward_to(&PipelineStage::give), py::arg("number"), NoGil())
       .def("add_product", StageHandle::forward_to(&PipelineStage::add_product), py::arg("weight"), py::arg("left"),
            py::arg("right"), NoGil())
+      .def("join", StageHandle::forward_to(&PipelineStage::join), py::arg("parameter"), py::arg("sum"), NoGil())
+      .def("take_joining", StageHandle::forward_to(&PipelineStage::take_joining), NoGil())
       .def("note_backward", StageHandle::forward_to(&PipelineStage::note_backward))
+      .def("lose_step", StageHandle::forward_to(&PipelineStage::lose_step), py::arg("why"), NoGil())
+      .def("begin_step", StageHandle::forward_to(&PipelineStage::begin_step), NoGil())
       .def("meet", StageHandle::forward_to(&PipelineStage::meet), NoGil())
       .def("exchange", StageHandle::forward_to(&PipelineStage::exchange), py::arg("values"), NoGil());
 }

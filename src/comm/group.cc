@@ -372,7 +372,9 @@ void Wait::look_at_board(Clock::time_point now) {
   world::FailureBoard& board = *group_.options_.board;
   const std::vector<int>& team = group_.team_.ranks();
   const auto awaited = peer_ ? std::vector<int>{team[*peer_]} : team;
-  const auto failure = board.failure_among(awaited, "waits: " + group_.text(site_));
+  auto failure = board.failure_among(awaited, "waits: " + group_.text(site_));
+  const std::string phase = site_.phase;
+  if (!failure && (phase == "pipeline" || phase == "step")) failure = board.lost_step(awaited);
   if (!failure) return;
   if (!reported_) reported_ = now;
   const bool may_come = group_.transport_->crosses_hosts() && !board.is_failure();

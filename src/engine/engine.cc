@@ -200,6 +200,12 @@ void Engine::report_error(const std::string& event, const std::string& text) {
 }
 void Engine::withdraw_error() { impl_->channels.board()->withdraw_error(); }
 
+void Engine::let_others_end(double seconds) {
+  const auto board = impl_->channels.board();
+  board->report_end("has ended training at step " + std::to_string(global_steps()));
+  board->wait_for_ends(std::chrono::milliseconds(static_cast<int64_t>(1000 * seconds)));
+}
+
 void Engine::expect_model_changes() { impl_->live.expect_changes(); }
 
 std::vector<MemoryLine> Engine::memory() const { return impl_->memory(); }

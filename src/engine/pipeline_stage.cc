@@ -99,7 +99,22 @@ bool PipelineStage::add_product(const at::Tensor& weight, const at::Tensor& left
   });
 }
 
+bool PipelineStage::join(const at::Tensor& parameter, const at::Tensor& sum) {
+  TORCH_CHECK_VALUE(parameter.sizes() == sum.sizes(), "join: got a sum of shape ", sum.sizes(),
+                    " for a parameter of shape ", parameter.sizes(), ", expected the same");
+  return engine_.intake && engine_.told("backward", [&] { return engine_.intake->join(parameter, sum); });
+}
+
+void PipelineStage::take_joining() {
+  engine_.told("backward", [&] {
+    if (engine_.intake) engine_.intake->take_joining();
+  });
+}
+
 void PipelineStage::note_backward() { engine_.channels.stages()->note_backward(); }
+
+void PipelineStage::lose_step(const std::string& why) { engine_.channels.board()->report_lost_step(why); }
+void PipelineStage::begin_step() { engine_.channels.board()->withdraw_lost_step(); }
 
 void PipelineStage::meet() {
   engine_.told("meet", [&] { engine_.mean(0.0); });

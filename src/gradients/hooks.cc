@@ -102,13 +102,16 @@ std::vector<bool> GradientHooks::follow() {
   return replaced;
 }
 
-bool GradientHooks::is_alone(int index) const {
+bool GradientHooks::is_alone(int index) const { return !state_->before && !is_watched(index); }
+
+bool GradientHooks::is_watched(int index) const {
   const Tensor& parameter = state_->parameters[index];
   const NodePtr& accumulator = state_->accumulators[index];
-  return !state_->before && parameter.requires_grad() && !parameter.grad().defined() &&
-         torch::autograd::impl::try_get_grad_accumulator(parameter) == accumulator &&
-         accumulator->pre_hooks().empty() && accumulator->tensor_pre_hooks().empty() &&
-         !accumulator->tensor_post_acc_grad_hooks() && accumulator->post_hooks().size() == 1;
+  const size_t own = state_->before ? 1 : 0;
+  return !parameter.requires_grad() || parameter.grad().defined() ||
+         torch::autograd::impl::try_get_grad_accumulator(parameter) != accumulator ||
+         accumulator->pre_hooks().size() != own || !accumulator->tensor_pre_hooks().empty() ||
+         accumulator->tensor_post_acc_grad_hooks() || accumulator->post_hooks().size() != 1;
 }
 
 GradientHooks::~GradientHooks() {

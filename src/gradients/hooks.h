@@ -25,9 +25,11 @@ class GradientHooks {
   /// Hooks each accumulator that replaced the one hooked before: `p.data = …` of another dtype makes a new one.
   /// Returns, by parameter, whether it had been replaced: its gradients since then lie in `.grad`.
   std::vector<bool> follow();
-  /// Whether nothing but the sink asks for the gradient of parameter i: no hook of the program's, no `before`, and no
-  /// `.grad` to add it to. Then it may go to the sink's owner past autograd.
+  /// Whether nothing but the sink asks for the gradient of parameter i: it is not watched, and there is no `before`.
+  /// Then it may go to the sink's owner past autograd.
   bool is_alone(int index) const;
+  /// Whether the program asks for it: by a hook, or by a `.grad` to add it to.
+  bool is_watched(int index) const;
 
  private:
   struct State;

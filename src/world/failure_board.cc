@@ -128,6 +128,63 @@ void FailureBoard::withdraw_error() noexcept {
   }
 }
 
+void FailureBoard::report_lost_step(const std::string& why) noexcept {
+  if (!has_listeners()) return;
+  try {
+    has_lost_step_ = true;
+    store_->set(key("lost", rank_), to_bytes(name(rank_) + " " + first_line(why)));
+    store_->set(prefix_ + "/news", to_bytes("yes"));
+  } catch (const std::exception&) {
+    // The store may be gone, as in report.
+  }
+}
+
+void FailureBoard::withdraw_lost_step() noexcept {
+  if (!has_lost_step_.exchange(false) || !has_listeners()) return;
+  try {
+    store_->set(key("lost", rank_), to_bytes(kTakenBack));
+  } catch (const std::exception&) {
+    // The store may be gone, as in report.
+  }
+}
+
+std::optional<std::string> FailureBoard::lost_step(const std::vector<int>& ranks) noexcept {
+  try {
+    if (!store_->check({prefix_ + "/news"})) return std::nullopt;
+    const std::lock_guard lock(mutex_);
+    for (const int rank : ranks) {
+      if (rank == rank_) continue;
+      const auto report = read_if_there(*store_, key("lost", rank));
+      if (!report || *report == kTakenBack) {
+        lost_seen_.erase(rank);
+        continue;
+      }
+      const auto now = std::chrono::steady_clock::now();
+      if (now - lost_seen_.emplace(rank, now).first->second >= grace_) {
+        return *report + ", in the middle of a step, and will not send what this rank waits for";
+      }
+    }
+  } catch (const std::exception&) {
+    // The store may be gone: others say so.
+  }
+  return std::nullopt;
+}
+
+void FailureBoard::wait_for_ends(milliseconds limit) noexcept {
+  const auto end = std::chrono::steady_clock::now() + limit;
+  const auto have_ended = [&] {
+    for (int rank = 0; rank < size_; ++rank) {
+      if (rank != rank_ && !has_ended(rank)) return false;
+    }
+    return true;
+  };
+  try {
+    while (std::chrono::steady_clock::now() < end && !have_ended()) std::this_thread::sleep_for(kLook);
+  } catch (const std::exception&) {
+    // There is nobody left to wait for.
+  }
+}
+
 /// Reads other ranks' errors. They are numbered in the order in which they were raised: what was taken back is read
 /// once.
 std::optional<std::string> FailureBoard::earliest_error(milliseconds grace) {

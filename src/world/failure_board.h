@@ -46,6 +46,15 @@ class FailureBoard {
   void report_error(const std::string& event, const std::string& text) noexcept;
   /// Takes the error back: this rank goes on. Costs nothing if there is none. Never throws.
   void withdraw_error() noexcept;
+  /// Reports that this rank's step of a pipeline ended in its middle ("raised ValueError in train_batch: …"): others
+  /// wait for what it will not send, whatever it does next. Until it is withdrawn. Never throws.
+  void report_lost_step(const std::string& why) noexcept;
+  void withdraw_lost_step() noexcept;
+  /// Such a report of one of these ranks, once it has stood for the grace.
+  std::optional<std::string> lost_step(const std::vector<int>& ranks) noexcept;
+  /// At the end of the process that serves the store: waits until the others have ended as well, at most so long, for
+  /// they read there why. Never throws.
+  void wait_for_ends(std::chrono::milliseconds limit) noexcept;
   /// Notes what ends this rank: a rank that looks later finds its report alone. The first cause stays.
   void note_cause(const std::string& cause) noexcept;
   /// Returns another rank's report, e.g. "rank 1 left training at step 3"; empty while there is none. If that rank
@@ -108,7 +117,9 @@ class FailureBoard {
   std::string error_;                    // this rank's own, in force
   int64_t error_number_ = 0;             // among the errors of all ranks, from 1
   std::atomic<bool> has_error_ = false;  // guards the two above from being looked at for nothing
-  int64_t first_open_ = 1;               // errors below it have been taken back
+  std::atomic<bool> has_lost_step_ = false;
+  std::map<int, std::chrono::steady_clock::time_point> lost_seen_;       // by rank: when its report was first seen here
+  int64_t first_open_ = 1;                                               // errors below it have been taken back
   std::map<int64_t, std::chrono::steady_clock::time_point> first_seen_;  // of the others' errors in force
 };
 

@@ -175,8 +175,8 @@ class WholeSteps:
                     self._core.set_gradient_accumulation_boundary(index == count - 1)
                 loss = loss_of(*_call(self, _next(batches, index, count), loss_fn), loss_fn)
                 self.backward(loss)
+                losses.append(loss.detach().clone())  # the model may add later losses to its tensor
                 self.step()
-                losses.append(loss.detach())
         finally:
             if by_hand and not self._core.closed:
                 self._core.set_gradient_accumulation_boundary(None)
@@ -199,7 +199,7 @@ class WholeSteps:
                 if wants_outputs:
                     outputs.append(output)
                 if compute_loss:
-                    losses.append(loss_of(output, labels, loss_fn))
+                    losses.append(loss_of(output, labels, loss_fn).clone())
         return losses, outputs
 
     def _mean_loss(self, losses: list[torch.Tensor]) -> torch.Tensor:

@@ -5,11 +5,15 @@
 from __future__ import annotations
 
 import inspect
+import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
+
+from deeptide._process import generators
 
 # Transformers 5's name and 4's: methods NAME_enable() and NAME_disable(), and the attribute is_NAME.
 _NAMES = ("activation_checkpointing", "gradient_checkpointing")
@@ -18,6 +22,15 @@ _NAMES = ("activation_checkpointing", "gradient_checkpointing")
 def in_backward() -> bool:
     """Whether this thread is within a backward, where a forward is one that a checkpoint runs again."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def repeatable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that draws alike when a checkpoint calls it again: from Python, NumPy and DeepSpeed's tracker.
+
+    Torch's generators are torch's checkpoint's task.
+    """
+    tracker = sys.modules.get("deeptide.as_deepspeed.training.rng_tracker")
+    return generators.repeatable(function if tracker is None else tracker.repeatable(function))
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 
 from deeptide._C import ConfigError
 from deeptide._optimizers.given import step_alone
+from deeptide._process import generators
 
 _SHAPES = ((6, 4), (5,))
 _STEPS = 10
@@ -143,7 +144,7 @@ def _trial(
         _set_rate(group)
     generator = torch.Generator().manual_seed(1)
     lasting = [torch.randn(shape, generator=generator) for _ in kinds for shape in _SHAPES]
-    with torch.random.fork_rng(devices=[]):
+    with generators.kept():
         torch.manual_seed(0)
         for _ in range(_STEPS):
             for value, mean in zip(values, lasting, strict=True):

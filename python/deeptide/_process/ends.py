@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _GLOO = "pt_gloo_runloop"  # the name of those threads
 _LOOK_EVERY = 0.002  # seconds in which a thread that waits for the interpreter's lock gets it
 _LONGEST = 2.0  # seconds; a thread that waits for a peer shows as idle long before
+_LONGEST_FOR_OTHERS = 5.0  # seconds; they look four times per second while they wait
 _PACKAGES = tuple(str(Path(str(sys.modules[name].__file__)).parent) for name in ("torch", "deeptide"))
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _process = os.getpid()
@@ -74,12 +75,21 @@ def _is_in_use() -> bool:
     return False
 
 
+def _is_read_by_others(engine: Engine) -> bool:
+    """Whether this process serves the store in which others read why it ends."""
+    world = engine.world
+    is_cause = engine._has_told and not engine._has_lost_peers
+    return is_cause and world.rank == 0 and world.size > 1 and world.source != "threads"
+
+
 def _end() -> None:
     if os.getpid() != _process:
         return  # a forked child owns none of it
     if not _is_in_use():
         for engine in list(_engines):
             with contextlib.suppress(Exception):  # peers and their store may have ended
+                if _is_read_by_others(engine):
+                    engine._core.let_others_end(_LONGEST_FOR_OTHERS)
                 engine.destroy_core()
     _drain()
     _C._let_threads_sleep()

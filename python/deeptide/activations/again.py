@@ -14,7 +14,7 @@ import torch.utils.checkpoint
 from torch.utils._pytree import tree_leaves
 
 from deeptide._C import ConfigError
-from deeptide._model.recomputation import is_kept_as_it_is
+from deeptide._model.recomputation import is_kept_as_it_is, repeatable
 from deeptide.activations.measure import Kept, Meter, unchanged, with_version
 from deeptide.activations.spill import SpilledBlock, Store
 
@@ -70,12 +70,6 @@ class _Buffers:
 def _is_cache(value: object) -> bool:
     caches = sys.modules.get("transformers.cache_utils")
     return caches is not None and isinstance(value, caches.Cache)
-
-
-def _repeatable(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that draws alike from DeepSpeed's tracker when it is called again."""
-    tracker = sys.modules.get("deeptide.as_deepspeed.training.rng_tracker")
-    return function if tracker is None else tracker.repeatable(function)
 
 
 def _is_recomputed_around() -> bool:
@@ -143,7 +137,7 @@ class Block:
 
         # All by position: torch keeps the generators of the devices of these, and notices if one is written later.
         values = (*args, *kwargs.values())
-        return torch.utils.checkpoint.checkpoint(_repeatable(function), *values, use_reentrant=False)
+        return torch.utils.checkpoint.checkpoint(repeatable(function), *values, use_reentrant=False)
 
     def _timed(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.meter is None else self.meter.timed(self.name)

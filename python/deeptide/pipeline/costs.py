@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from deeptide import _C
 from deeptide._C import ConfigError
+from deeptide._process import generators
 from deeptide.pipeline.layers import LayerSpec, TiedLayerSpec
 from deeptide.pipeline.place import of_first_rank
 
@@ -66,7 +67,7 @@ def seconds_of_layers(layers: Sequence[Any], sample: Any) -> list[float]:
     """Each layer's forward and backward on what the one before returns; the fastest of some runs."""
     found = []
     value = sample
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+    with generators.kept(), torch.enable_grad():
         for number, layer, step in _steps(layers):
             seconds = []
             trained = [p for p in _parameters(layer) if p.requires_grad]
@@ -119,7 +120,7 @@ def bytes_of_layers(layers: Sequence[Any], sample: Any) -> tuple[list[int], list
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
-    with torch.random.fork_rng(devices=[]), torch.enable_grad(), mode:
+    with generators.kept(), torch.enable_grad(), mode:
         value = tree_map_only(torch.Tensor, mode.from_tensor, sample)
         for number, layer, step in _steps(layers):
             own = [p for p in _parameters(layer) if p.untyped_storage()._cdata not in seen]

@@ -16,6 +16,7 @@ from deeptide import _C
 from deeptide._C import Config, ConfigError, PipelineSchedule, StepOutcome
 from deeptide._engine import batches as _batches
 from deeptide._engine.checkpoint import handles_exception
+from deeptide._process import generators
 from deeptide._process.interrupts import held_signals, wait_for_signal
 from deeptide._process.log import say
 from deeptide._process.reports import told
@@ -23,7 +24,6 @@ from deeptide.data import RepeatingLoader
 from deeptide.engine import Engine
 from deeptide.pipeline.cutting.chunks import starts_of
 from deeptide.pipeline.cutting.cut import BlockCut, cut_of
-from deeptide.pipeline.cutting.digest import digest
 from deeptide.pipeline.errors import PipelineError
 from deeptide.pipeline.module import PipelineModule
 from deeptide.pipeline.schedules import SCHEDULES, simulate
@@ -100,7 +100,7 @@ class PipelineEngine(Engine):
                 "the model was called within a step of the schedule, as by the loss function, where other stages do "
                 "not come; call it between steps, or compute with what the loss function is given"
             )
-        with self._cut.relay.open((args, kwargs)):
+        with self._together("forward"), self._cut.relay.open((args, kwargs)):
             return forward(*args, **kwargs)
 
     def _check_teams(self) -> None:
@@ -229,10 +229,31 @@ class PipelineEngine(Engine):
             batches = data_iter if data_iter is not None else self._iterator
             if batches is None and self.training_dataloader is not None:
                 batches = _batches.batches_of(self, None, name)
-            taken, problem = micro_batches.take(batches, count, self._batch_fn, self._cut.split, self._core.device())
-        mark = digest(taken, with_floats=True) if isinstance(self._cut, BlockCut) else None
-        micro_batches.agree(self._stage, problem, mark)
+            with self._drawing_alike():
+                taken, problem = micro_batches.take(
+                    batches, count, self._batch_fn, self._cut.split, self._core.device()
+                )
+        micro_batches.agree(self._stage, problem, micro_batches.marks(taken))
         return taken
+
+    @contextlib.contextmanager
+    def _drawing_alike(self) -> Iterator[None]:
+        """Inside, stages that read batches draw the first stage's random numbers: collators draw masks."""
+        # Ranks as threads have one generator, from which others may be drawing.
+        # After a step that has ended in its middle, the stages meet before they send anything.
+        if self._stage is None or self.world.source == "threads" or not self._run.is_over:
+            yield
+            return
+        own = generators.states()
+        others = range(1, self.num_stages) if isinstance(self._cut, BlockCut) else [self.num_stages - 1]
+        first = self._loop.of_first(own, others)
+        if self.stage_id > 0:
+            generators.set_states(first)
+        try:
+            yield
+        finally:
+            if self.stage_id > 0:
+                generators.set_states(own)
 
     def _set_loss_fn(self, loss_fn: _batches.LossFunction | None) -> None:
         if isinstance(self._cut, BlockCut):
@@ -249,10 +270,11 @@ class PipelineEngine(Engine):
             self._cut.gives_outputs = gives
 
     @contextlib.contextmanager
-    def _in_step(self) -> Iterator[None]:
+    def _in_step(self, name: str) -> Iterator[None]:
         self._is_in_step = True
         try:
-            yield
+            with self._together(name):
+                yield
         except (KeyboardInterrupt, _C.SaveMeetsStepError):
             self._has_left_step = True
             raise
@@ -283,6 +305,24 @@ class PipelineEngine(Engine):
                 return super().save_checkpoint(*args, **kwargs)
         return super().save_checkpoint(*args, **kwargs)
 
+    @contextlib.contextmanager
+    def _together(self, name: str) -> Iterator[None]:
+        """Around what stages do together: where it ends in its middle, the others wait for what does not come.
+
+        So they hear of the error though this rank's program catches it and goes on.
+        """
+        self._run.is_over = False
+        try:
+            yield
+        except (KeyboardInterrupt, _C.SaveMeetsStepError):
+            raise  # the others leave the step, too, and all may save
+        except BaseException as error:
+            if self._stage is not None and not self._run.is_over:
+                with contextlib.suppress(Exception):
+                    self._stage.lose_step(f"raised {type(error).__name__} in {name}: {error}")
+            raise
+        self._run.is_over = True
+
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def _train_on(
@@ -293,7 +333,7 @@ class PipelineEngine(Engine):
         taken = self._take(data_iter, count, "train_batch")
         self.module.train()
         self._loop.forget()
-        with self._in_step():
+        with self._in_step("train_batch"):
             return self._run.train(self._schedule, taken, count)
 
     def _evaluate_on(
@@ -308,7 +348,7 @@ class PipelineEngine(Engine):
         self._give_outputs(wants_outputs)
         taken = self._take(data_iter, count, "eval_batch")
         with _batches.evaluating(self):
-            with self._in_step():
+            with self._in_step("eval_batch"):
                 losses, outputs = self._run.evaluate(taken, count, compute_loss)
             if self._stage is not None:
                 self._stage.meet()  # ranks that are behind still gather
@@ -398,7 +438,7 @@ class PipelineEngine(Engine):
         self._say_once(ADVICE, "warning")
         self._set_loss_fn(None)
         self._give_outputs(True)
-        with self._held():
+        with self._held(), self._together("forward"):
             return loop.forward(args, kwargs, self._broadcasts)
 
     @told
@@ -407,7 +447,7 @@ class PipelineEngine(Engine):
         loop = self._loop_of("backward")
         if retain_graph:
             raise PipelineError("backward: retain_graph does not go with a pipeline yet; leave it out")
-        with self._held():
+        with self._held(), self._together("backward"):
             return loop.backward(loss, scale_wrt_gas)
 
     @told

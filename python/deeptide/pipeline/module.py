@@ -14,6 +14,8 @@ import torch.utils.checkpoint
 
 from deeptide import _C
 from deeptide._C import ConfigError
+from deeptide._model.recomputation import repeatable
+from deeptide.pipeline.cutting.shared_buffers import SharedBuffers
 from deeptide.pipeline.cutting.ties import ties_of_layers
 from deeptide.pipeline.layers import LayerSpec, TiedLayerSpec
 from deeptide.pipeline.partition import bounds_of
@@ -23,7 +25,7 @@ from deeptide.pipeline.step.batches import split
 
 
 def _recompute(function: Callable[..., Any], *args: Any) -> Any:
-    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
+    return torch.utils.checkpoint.checkpoint(repeatable(function), *args, use_reentrant=False)
 
 
 def _seed(number: int) -> None:
@@ -118,7 +120,9 @@ class PipelineModule(torch.nn.Module):
             None if profile_input is None else self._measured(partition_method, profile_input, world),
         )
         self._build(seed_layers, seed_fn or _seed, base_seed)
+        self._check_sharing()
         self.ties = ties_of_layers(self)
+        self._shared_buffers = SharedBuffers(self._tied_modules())
 
     def _measured(self, method: str, sample: Any, world: _C.World | None) -> Callable[[], list[int]]:
         from deeptide.pipeline import costs
@@ -168,6 +172,27 @@ class PipelineModule(torch.nn.Module):
             )
         self._steps.append(built)
         self._kinds.append(built)
+
+    def _tied_modules(self) -> Iterator[tuple[str, torch.nn.Module, list[int]]]:
+        """The modules of tied layers that this stage has, with the stages that use them."""
+        for key, stages in self.stages_of_ties().items():
+            if self.stage_id in stages:
+                for path, module in self.tied_modules[key].named_modules(prefix=f"tied_modules.{key}"):
+                    yield path, module, stages
+
+    def _check_sharing(self) -> None:
+        """Errors: ConfigError if layers of two stages are, or have, one module and no TiedLayerSpec says so."""
+        seen: dict[int, int] = {}
+        for index, layer in enumerate(self._specs):
+            for parameter in layer.parameters() if isinstance(layer, torch.nn.Module) else ():
+                first = seen.setdefault(id(parameter), index)
+                if self.stage_of_layer(first) != self.stage_of_layer(index):
+                    raise ConfigError(
+                        f"PipelineModule: layers {first} and {index} share a parameter of shape "
+                        f"{tuple(parameter.shape)}, and are in stages {self.stage_of_layer(first)} and "
+                        f"{self.stage_of_layer(index)}, each of which would train a copy: give both as "
+                        "TiedLayerSpec(key, …) with one key"
+                    )
 
     def stages_of_ties(self) -> dict[str, list[int]]:
         """The stages with each key of a TiedLayerSpec, ascending: the first one owns it."""
@@ -259,7 +284,8 @@ class PipelineModule(torch.nn.Module):
     def run_stage(self, forward: Callable[..., Any], inputs: Any, received: Any, chunk: int = 0) -> Any:
         """A forward of a chunk: of the micro-batch's inputs in the model's first one, else of what was received."""
         given = inputs if self.stage_id == 0 and chunk == 0 else received
-        return forward(given, chunk=chunk) if self.num_chunks > 1 else forward(given)
+        with self._shared_buffers.unchanged():
+            return forward(given, chunk=chunk) if self.num_chunks > 1 else forward(given)
 
     def loss_of(self, output: Any, labels: Any) -> torch.Tensor:
         """The loss of the last stage's output. Errors: ValueError if it is no scalar."""

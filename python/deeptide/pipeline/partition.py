@@ -13,6 +13,7 @@ import torch
 
 from deeptide import _C
 from deeptide._C import ConfigError
+from deeptide._process import generators
 from deeptide.pipeline.layers import LayerSpec
 
 
@@ -25,7 +26,7 @@ def _built(layer: Any) -> Any:
     """The layer, on the meta device where it needs no memory to be looked at."""
     if not isinstance(layer, LayerSpec):
         return layer
-    with torch.random.fork_rng(devices=[]):
+    with generators.kept():
         try:
             with torch.device("meta"):
                 return layer.build()

@@ -14,6 +14,7 @@ import torch
 from deeptide import _C
 from deeptide._C import Config, ConfigError, World
 from deeptide._model.describe import device_of
+from deeptide._process import generators
 from deeptide.tensor.cutting.slices import Slice, adding_names, slices_of
 from deeptide.tensor.cutting.split import split_model
 from deeptide.tensor.mpu import adopt, is_cut, size_of_groups
@@ -114,17 +115,16 @@ def share_layers(config: Config, model: torch.nn.Module, world: World | None, st
         sequence_parallel_norms=by_parts,
     )
     if world is None or world.source != "threads":  # these have one generator, from which others may be drawing
-        _draw_alike(team, device)
+        _draw_alike(team)
     return team
 
 
-def _draw_alike(team: Team, device: torch.device) -> None:
+def _draw_alike(team: Team) -> None:
     """Ranks that share layers draw the same random numbers, as for dropout of what they have alike."""
-    generators = [torch] if device.type == "cpu" else [torch, torch.get_device_module(device)]
-    for generator in generators:
-        state = generator.get_rng_state()
+    states = generators.states()
+    for state in states:
         team.core.broadcast(state, "start")
-        generator.set_rng_state(state)
+    generators.set_states(states)
 
 
 def cuts_of(model: torch.nn.Module, team: Team) -> dict[str, Callable[[Any], Any]]:

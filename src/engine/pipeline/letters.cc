@@ -23,6 +23,12 @@ std::string text(const Subject& subject) {
                      subject.micro_batch, subject.step);
 }
 
+/// A copy on the host: the bytes leave later, and a layer may write to what it has returned, as to a buffer.
+at::Tensor copied(const at::Tensor& tensor) {
+  return tensor.detach().to(at::kCPU, tensor.scalar_type(), /*non_blocking=*/false, /*copy=*/true,
+                            at::MemoryFormat::Contiguous);
+}
+
 }  // namespace
 
 bool Letters::Shape::is_empty() const { return std::ranges::count(sizes, 0) > 0; }
@@ -104,7 +110,7 @@ void Letters::begin(const std::map<int, int64_t>& due, bool mixes) {
   }
 }
 
-void Letters::send(const Subject& subject, const Activations& tensors, int to) {
+void Letters::send(const Subject& subject, const Activations& tensors, int to, bool is_own) {
   const Header header = Header::of(subject, tensors);
   Line& line = out_[to];
   const bool is_as_expected = line.is_steady && header.shapes == line.shapes;
@@ -115,7 +121,7 @@ void Letters::send(const Subject& subject, const Activations& tensors, int to) {
     }
   }
   for (const at::Tensor& tensor : tensors) {
-    if (tensor.defined() && tensor.numel() > 0) stage_.send(tensor.detach().cpu(), to);
+    if (tensor.defined() && tensor.numel() > 0) stage_.send(is_own ? tensor.detach().cpu() : copied(tensor), to);
   }
   line.note(header.shapes);
 }

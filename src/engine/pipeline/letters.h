@@ -37,9 +37,10 @@ class Letters {
   /// `due`: how many letters come of which stage in this step; the first of each is asked for at once, and comes while
   /// this stage computes. mixes: one stage sends activations and gradients, in an order of its own.
   void begin(const std::map<int, int64_t>& due, bool mixes);
-  /// Returns at once. Undefined tensors arrive undefined. Tensors must not change before the step's end. Errors:
-  /// ValueError for more tensors than a header tells of.
-  void send(const Subject& subject, const Activations& tensors, int to);
+  /// Sends the tensors' values of this moment; returns at once. Undefined tensors arrive undefined. is_own: nobody
+  /// writes to them later, so those in the host's memory are sent without a copy. Errors: ValueError for more tensors
+  /// than a header tells of.
+  void send(const Subject& subject, const Activations& tensors, int to, bool is_own = false);
   /// Waits for that letter. Tensors that require a gradient at the sender do so here. Errors: RuntimeError if another
   /// one comes: the stages' programs differ.
   Activations receive(const Subject& subject, int from);

@@ -91,7 +91,10 @@ struct PipelineEngine::Impl {
   /// Collective. The last stage's mean, on every rank.
   double agreed_loss(const std::vector<double>& losses) {
     const double own = losses.empty() ? 0.0 : engine.mean(mean_of(losses));
-    return stage ? stage->exchange({own}).back() : own;
+    if (!stage) return own;
+    const double loss = stage->exchange({own}).back();
+    stage->begin_step();  // the next one
+    return loss;
   }
 
   void set_training(bool on) {
@@ -105,6 +108,7 @@ struct PipelineEngine::Impl {
       return work();
     } catch (const std::exception& error) {
       engine.report_error(event, error.what());
+      if (stage) stage->lose_step(std::string(event) + ": " + error.what());
       throw;
     }
   }

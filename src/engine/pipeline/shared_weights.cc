@@ -38,7 +38,7 @@ void SharedWeights::exchange_values(Letters& letters, int64_t step) {
   for (const Weight& weight : owned_) {
     const at::Tensor value = weight.parameter.detach().clone();
     for (const int stage : weight.borrowers)
-      letters.send({LetterKind::tied_weight, weight.number, 0, step}, {value}, stage);
+      letters.send({LetterKind::tied_weight, weight.number, 0, step}, {value}, stage, /*is_own=*/true);
   }
   for (Weight& weight : borrowed_) {
     const Activations value = letters.receive({LetterKind::tied_weight, weight.number, 0, step}, weight.owner);
@@ -61,7 +61,7 @@ void SharedWeights::add_gradients() {
 
 void SharedWeights::send_gradients(Letters& letters, int64_t step) {
   for (Weight& weight : borrowed_) {
-    letters.send({LetterKind::tied_gradient, weight.number, 0, step}, {weight.sum}, weight.owner);
+    letters.send({LetterKind::tied_gradient, weight.number, 0, step}, {weight.sum}, weight.owner, /*is_own=*/true);
     weight.sum.reset();
   }
 }
@@ -76,7 +76,7 @@ std::pair<Activations, Activations> SharedWeights::take_gradients(Letters& lette
     }
     if (!sum.defined()) continue;
     found.first.push_back(weight.parameter);
-    found.second.push_back(sum.to(weight.parameter.scalar_type()));
+    found.second.push_back(sum);
   }
   return found;
 }

@@ -27,7 +27,7 @@ class SharedWeights {
   void add_gradients();
   /// After the last backward, and what it sends.
   void send_gradients(Letters& letters, int64_t step);
-  /// In an owner's last backward: its parameters, and what the borrowers' gradients add to theirs.
+  /// In an owner's last backward: its parameters, and what the borrowers' gradients add to theirs, in fp32 at least.
   std::pair<Activations, Activations> take_gradients(Letters& letters, int64_t step) const;
 
  private:

@@ -5,6 +5,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
 #include <utility>
@@ -28,6 +29,26 @@ class ClosingPieces {
  private:
   Engine* engine_;
 };
+
+/// The tensor itself, but no leaf of autograd's nor a view of one: layers may write into it.
+struct Handed : torch::autograd::Function<Handed> {
+  static at::Tensor forward(torch::autograd::AutogradContext* /*context*/, const at::Tensor& received) {
+    return received.detach();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* /*context*/,
+                                                 const torch::autograd::variable_list& gradients) {
+    return gradients;
+  }
+};
+
+/// Makes what a stage has received safe for its first layer to write into.
+Activations handed(Activations received) {
+  if (!at::GradMode::is_enabled()) return received;
+  for (at::Tensor& tensor : received) {
+    if (tensor.defined() && tensor.requires_grad()) tensor = Handed::apply(tensor);
+  }
+  return received;
+}
 
 /// While it lives, gradients of parameters wait under a number.
 class Holding {
@@ -161,14 +182,14 @@ void StageRun::receive_activation(const Piece& piece) {
 
 Activations StageRun::output_of(const Piece& piece, const std::vector<MicroBatch>& batches) {
   if (part(piece.first) == 0) return model_.forward(batches.at(piece.second).inputs, piece.first);
-  return model_.forward(inputs_.at(piece), piece.first);
+  return model_.forward(handed(inputs_.at(piece)), piece.first);
 }
 
 at::Tensor StageRun::loss_of(const Activations& outputs, const MicroBatch& batch) {
   at::Tensor loss = loss_(outputs, batch.targets);
   TORCH_CHECK_VALUE(loss.defined() && loss.numel() == 1, "the loss of a micro-batch: got ",
                     loss.defined() ? c10::str("shape ", loss.sizes()) : "nothing", ", expected a scalar tensor");
-  return loss;
+  return loss.clone();  // the model may add later losses to its own tensor
 }
 
 void StageRun::send_activation(const Piece& piece) {
@@ -201,6 +222,7 @@ void StageRun::backward_weight(const Piece& piece) {
     if (piece == final_) add_shared_gradients(from, with);
     stage_->give(piece.second);
     if (!from.empty()) stage_->backward(from, with);
+    stage_->take_joining();
     shared_.add_gradients();
   }
   end(piece);
@@ -232,12 +254,16 @@ void StageRun::backward_from(const Piece& piece, const Activations& outputs) {
   }
   if (piece == final_ && !aside_) add_shared_gradients(from, with);
   if (!from.empty()) stage_->backward(from, with);
+  stage_->take_joining();
 }
 
 void StageRun::add_shared_gradients(Activations& from, Activations& with) {
   const auto [parameters, sums] = shared_.take_gradients(*letters_, number_);
-  from.insert(from.end(), parameters.begin(), parameters.end());
-  with.insert(with.end(), sums.begin(), sums.end());
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    if (stage_->join(parameters[i], sums[i])) continue;
+    from.push_back(parameters[i]);
+    with.push_back(sums[i].to(parameters[i].scalar_type()));
+  }
 }
 
 void StageRun::send_gradient(const Piece& piece) {
@@ -254,7 +280,9 @@ void StageRun::send_gradient(const Piece& piece) {
 /// After a backward, when its gradient is on its way, and the gradients of its weights are there.
 void StageRun::end(const Piece& piece) {
   if (piece == final_ && letters_) shared_.send_gradients(*letters_, number_);
-  if (closing_.contains(piece)) result_.outcome = engine_.step();
+  if (!closing_.contains(piece)) return;
+  if (stage_ != nullptr) stage_->note_backward();
+  result_.outcome = engine_.step();
 }
 
 }  // namespace deeptide::engine

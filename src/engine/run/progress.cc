@@ -6,9 +6,13 @@
 #include <ATen/Context.h>
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <cmath>
+#include <string_view>
+#include <utility>
 
 #include "base/libraries/nlohmann.h"
+#include "deeptide/interpreter.h"
 
 namespace deeptide::engine {
 
@@ -17,24 +21,40 @@ using nlohmann::json;
 
 namespace {
 
-std::string to_hex(const Tensor& bytes) {
+/// The binding's, once it has installed them.
+InterpreterGenerators& interpreter_generators() {
+  static InterpreterGenerators generators;
+  return generators;
+}
+
+std::string to_hex(std::string_view bytes) {
   static constexpr char kDigits[] = "0123456789abcdef";
   std::string text;
-  const auto* data = bytes.const_data_ptr<uint8_t>();
-  for (int64_t i = 0; i < bytes.numel(); ++i) {
-    text += kDigits[data[i] >> 4];
-    text += kDigits[data[i] & 15];
+  for (const char each : bytes) {
+    const auto byte = static_cast<uint8_t>(each);
+    text += kDigits[byte >> 4];
+    text += kDigits[byte & 15];
   }
   return text;
 }
 
-Tensor from_hex(const std::string& text) {
-  Tensor bytes = at::empty({static_cast<int64_t>(text.size() / 2)}, at::kByte);
-  auto* data = bytes.mutable_data_ptr<uint8_t>();
+std::string to_hex(const Tensor& bytes) {
+  return to_hex({static_cast<const char*>(bytes.const_data_ptr()), static_cast<size_t>(bytes.numel())});
+}
+
+std::string from_hex(const std::string& text) {
+  std::string bytes;
   for (size_t i = 0; i + 1 < text.size(); i += 2) {
-    data[i / 2] = static_cast<uint8_t>(std::stoi(text.substr(i, 2), nullptr, 16));
+    bytes += static_cast<char>(std::stoi(text.substr(i, 2), nullptr, 16));
   }
   return bytes;
+}
+
+Tensor tensor_from_hex(const std::string& text) {
+  const std::string bytes = from_hex(text);
+  Tensor tensor = at::empty({static_cast<int64_t>(bytes.size())}, at::kByte);
+  std::ranges::copy(bytes, static_cast<char*>(tensor.mutable_data_ptr()));
+  return tensor;
 }
 
 json hyper_to_json(const Hyperparameters& hyper) {
@@ -136,7 +156,8 @@ std::vector<std::string> mismatches(const Progress& saved, const Progress& own) 
 
 Generators Generators::of(at::Device device) {
   at::Generator cpu = at::globalContext().defaultGenerator(at::kCPU);
-  Generators states{cpu.get_state(), {}};
+  Generators states{cpu.get_state(), {}, {}};
+  if (interpreter_generators().read) states.interpreter = interpreter_generators().read();
   if (device.is_cpu()) return states;
   at::Generator own = at::globalContext().defaultGenerator(device);
   states.device = own.get_state().cpu();
@@ -146,21 +167,32 @@ Generators Generators::of(at::Device device) {
 Generators Generators::from_json(const std::string& text) {
   if (text.empty()) return {};
   const json states = read_json(text);
-  return {from_hex(states.at("cpu")), states.contains("device") ? from_hex(states["device"]) : Tensor()};
+  return {tensor_from_hex(states.at("cpu")), states.contains("device") ? tensor_from_hex(states["device"]) : Tensor(),
+          from_hex(states.value("interpreter", ""))};
 }
 
 std::string Generators::to_json() const {
   json states = {{"cpu", to_hex(cpu)}};
   if (device.defined()) states["device"] = to_hex(device);
+  if (!interpreter.empty()) states["interpreter"] = to_hex(interpreter);
   return write_json(states);
 }
 
 void Generators::restore(at::Device where) const {
   at::Generator generator = at::globalContext().defaultGenerator(at::kCPU);
   if (cpu.defined()) generator.set_state(cpu);
+  if (!interpreter.empty() && interpreter_generators().set) interpreter_generators().set(interpreter);
   if (where.is_cpu() || !device.defined()) return;
   at::Generator own = at::globalContext().defaultGenerator(where);
   own.set_state(device);
 }
 
 }  // namespace deeptide::engine
+
+namespace deeptide {
+
+void set_interpreter_generators(InterpreterGenerators generators) {
+  engine::interpreter_generators() = std::move(generators);
+}
+
+}  // namespace deeptide

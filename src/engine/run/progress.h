@@ -47,7 +47,8 @@ std::vector<std::string> mismatches(const Progress& saved, const Progress& own);
 
 /// This rank's random number generators: the state it needs to continue exactly.
 struct Generators {
-  at::Tensor cpu, device;  // states; undefined: do not change the generator
+  at::Tensor cpu, device;   // states; undefined: do not change the generator
+  std::string interpreter;  // those of a language binding, as bytes; empty: there are none
 
   static Generators of(at::Device device);
   static Generators from_json(const std::string& text);

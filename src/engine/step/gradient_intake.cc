@@ -66,7 +66,13 @@ void GradientIntake::arrive(int index, const Tensor& gradient) {
     held_->push_back({index, taken});
     return;
   }
-  reducer_.add(places_[index].unit, places_[index].parameter, taken);
+  add(index, taken);
+}
+
+void GradientIntake::add(int index, const Tensor& gradient) {
+  auto joining = joining_.extract(index);
+  const Tensor all = joining.empty() ? gradient : joining.mapped().add_(gradient);
+  reducer_.add(places_[index].unit, places_[index].parameter, all);
 }
 
 void GradientIntake::hold(std::optional<int64_t> number) {
@@ -77,9 +83,24 @@ void GradientIntake::hold(std::optional<int64_t> number) {
 void GradientIntake::give(int64_t number) {
   auto given = waiting_.extract(number);
   if (given.empty()) return;
-  for (const Waiting& each : given.mapped()) {
-    reducer_.add(places_[each.index].unit, places_[each.index].parameter, each.gradient);
+  for (const Waiting& each : given.mapped()) add(each.index, each.gradient);
+}
+
+bool GradientIntake::join(const Tensor& weight, const Tensor& sum) {
+  const auto found = index_of_.find(weight.unsafeGetTensorImpl());
+  if (found == index_of_.end() || sum.scalar_type() == weight.scalar_type() || hooks_->is_watched(found->second)) {
+    return false;
   }
+  const Place& place = places_[found->second];
+  const Tensor ordered = in_order_of_first(parameter(place), place.tensor, sum);
+  auto [held, is_new] = joining_.emplace(found->second, ordered);
+  if (!is_new) held->second = held->second + ordered;
+  return true;
+}
+
+void GradientIntake::take_joining() {
+  for (const auto& [index, sum] : joining_) reducer_.add(places_[index].unit, places_[index].parameter, sum);
+  joining_.clear();
 }
 
 bool GradientIntake::take_product(const Tensor& weight, const gradients::Product& product) {
@@ -88,6 +109,9 @@ bool GradientIntake::take_product(const Tensor& weight, const gradients::Product
   const Place& place = places_[found->second];
   const sharding::Order order = parameter(place).order_of(0);
   if (place.tensor != 0 || order.sizes != std::vector{product.left.size(0), product.right.size(1)}) return false;
+  if (const auto joining = joining_.extract(found->second)) {
+    reducer_.add_coming(place.unit, place.parameter, joining.mapped());
+  }
   reducer_.add(place.unit, place.parameter, product);
   return true;
 }
@@ -167,6 +191,7 @@ void GradientIntake::take(int index) {
 std::string GradientIntake::drop_left() {
   held_ = nullptr;
   waiting_.clear();
+  joining_.clear();
   std::string first;
   for (const Place& place : places_) {
     const Tensor& own = tensor(place);

@@ -60,6 +60,12 @@ class GradientIntake {
   /// Returns false, and takes nothing, where it is none of a unit here, lies in another order than the parameter's
   /// first tensor, or somebody else asks for it.
   bool take_product(const at::Tensor& weight, const gradients::Product& product);
+  /// Adds a sum of gradients, scaled as the losses are, to the next gradient of a trained parameter's tensor, in the
+  /// sum's type: in the parameter's it may overflow. Returns false, and takes nothing, where both have one type or
+  /// somebody else asks for the gradient.
+  bool join(const at::Tensor& weight, const at::Tensor& sum);
+  /// After a backward: takes the sums that have met no gradient.
+  void take_joining();
   /// Drops what lies in `.grad`, and what waits. Returns the name of the first parameter that had a `.grad`, or an
   /// empty text.
   std::string drop_left();
@@ -77,6 +83,7 @@ class GradientIntake {
   };
 
   void arrive(int index, const at::Tensor& gradient);
+  void add(int index, const at::Tensor& gradient);
   void follow();
   /// Whether autograd alone has collected a gradient there.
   bool is_collected(size_t index) const { return replaced_[index] && tensor(places_[index]).grad().defined(); }
@@ -95,6 +102,7 @@ class GradientIntake {
   std::atomic<double> loss_scale_{1.0};
   std::map<int64_t, std::vector<Waiting>> waiting_;  // by number
   std::vector<Waiting>* held_ = nullptr;             // null: what arrives is taken at once
+  std::unordered_map<int, at::Tensor> joining_;      // by place: sums, in the order of the parameter's first tensor
   std::atomic<int> scaled_{0};                       // engine's backward passes under way; autograd's threads read it
   std::unique_ptr<gradients::GradientHooks> hooks_;
 };

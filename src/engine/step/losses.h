@@ -14,7 +14,8 @@ namespace deeptide::engine {
 /// Holds those that engine.backward() got. To read one is to wait for the device.
 class Losses {
  public:
-  void note(const at::Tensor& loss) { since_.push_back(loss.detach()); }
+  /// A copy: the program may add to its tensor later.
+  void note(const at::Tensor& loss) { since_.push_back(loss.detach().clone()); }
   void clear() { since_.clear(); }
   /// NaN: there is none.
   double mean() const;

@@ -335,6 +335,85 @@ TEST(Pipeline, AStageThatFailsIsNamedToTheOthers) {
   EXPECT_NE(errors[0].find("the file is gone"), std::string::npos) << errors[0];
 }
 
+/// Hands on a buffer that its next forward changes in place.
+struct ShiftImpl : torch::nn::Module {
+  ShiftImpl() : shift(register_buffer("shift", torch::ones(1))) {}
+  Activations forward(const Tensor& x) {
+    shift.mul_(0.5);
+    return {x, shift};
+  }
+  Tensor shift;
+};
+TORCH_MODULE(Shift);
+
+/// Writes into what it is handed.
+struct AddImpl : torch::nn::Module {
+  AddImpl() : position(register_parameter("position", torch::ones(kWidth) / 3)) {}
+  Tensor forward(const Activations& inputs) {
+    Tensor x = inputs.at(0);
+    x += position + inputs.at(1);
+    return x;
+  }
+  Tensor position;
+};
+TORCH_MODULE(Add);
+
+std::vector<PipelineLayer> layers_between(const std::vector<PipelineLayer>& middle) {
+  std::vector<PipelineLayer> layers = {PipelineLayer::make<torch::nn::Embedding>(kVocabulary, kWidth)};
+  layers.insert(layers.end(), middle.begin(), middle.end());
+  layers.push_back(PipelineLayer::make<Block>());
+  layers.push_back(PipelineLayer::make<torch::nn::Linear>(kWidth, kVocabulary));
+  return layers;
+}
+
+Trained train_layers(const World& world, const Cut& cut, const std::vector<PipelineLayer>& layers) {
+  PipelineOptions options = options_of(world, cut);
+  if (cut.stages == 2) options.bounds = {0, 2, std::ssize(layers)};
+  const auto module = make_seeded([&] { return std::make_shared<PipelineModule>(layers, options); });
+  const Config config = config_of(0, kMicro, kAccumulation, false, Ranks::apart)
+                            .with(R"({"gradient_clipping": 0.0, "parallel": {"schedule": ")" + cut.schedule + R"("}})");
+  PipelineEngine engine(module, loss_of, config);
+  Trained trained;
+  int64_t number = 0;
+  const auto next = [&number] {
+    const auto [tokens, targets] = batch_of(number++, kMicro);
+    return MicroBatch{{tokens}, {targets}};
+  };
+  for (int step = 0; step < kSteps; ++step) {
+    const PipelineStep done = engine.train_batch(next);
+    EXPECT_TRUE(done.outcome.applied()) << done.outcome.reason;
+    trained.losses.push_back(done.loss);
+    trained.norms.push_back(done.outcome.grad_norm);
+  }
+  return trained;
+}
+
+void expect_layers_trained_as_on_one_stage(const std::vector<PipelineLayer>& middle, const std::string& schedule) {
+  Trained whole;
+  std::vector<Trained> parts(2);
+  const auto layers = layers_between(middle);
+  run_ranks(1, [&](const World& world) { whole = train_layers(world, {}, layers); });
+  run_ranks(2, [&](const World& world) { parts[world.rank] = train_layers(world, {2, 1, schedule}, layers); });
+  for (const Trained& found : parts) {
+    for (int step = 0; step < kSteps; ++step) {
+      EXPECT_NEAR(found.losses[step], whole.losses[step], 1e-6);
+      EXPECT_NEAR(found.norms[step], whole.norms[step], 1e-5 * whole.norms[step]);
+    }
+  }
+}
+
+TEST(Pipeline, SendsWhatALayerReturnedThoughItWritesThereLaterAndWritesIntoWhatItIsHanded) {
+  for (const char* schedule : {"1f1b", "gpipe", "zero_bubble"}) {
+    expect_layers_trained_as_on_one_stage({PipelineLayer::make<Shift>(), PipelineLayer::make<Add>()}, schedule);
+  }
+}
+
+TEST(Pipeline, TrainsWhereAStageDetaches) {
+  const auto pass = PipelineLayer::function([](const Tensor& x) { return torch::tanh(x); });
+  const auto detach = PipelineLayer::function([](const Tensor& x) { return x.detach(); });
+  expect_layers_trained_as_on_one_stage({pass, detach}, "1f1b");
+}
+
 TEST(Pipeline, AModelAsItIsIsNotCutInCpp) {
   run_ranks(1, [](const World& world) {
     TinyModel model = make_tiny();

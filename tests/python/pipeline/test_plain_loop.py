@@ -7,6 +7,7 @@ import re
 import time
 
 import families
+import models
 import pytest
 import torch
 from conftest import run_ranks
@@ -297,3 +298,30 @@ def not_finite(world, bad_stage):
 def test_all_stages_skip_and_name_layer_and_rank(bad_stage):
     results = run_ranks(4, not_finite, bad_stage)
     assert {result[1:] for result in results} == {(results[2 * bad_stage][0], 2 * bad_stage + 1)}
+
+
+def tells_the_boundary(world, num_stages, late):
+    """Steps of two micro-batches of a tied weight. late: the program says after a backward whether it is the last."""
+    gas, micro = 2, 2
+    settings = models.config(0, gas=gas, micro=micro)
+    settings = {**settings, "parallel": {"pipeline": num_stages}} if num_stages > 1 else settings
+    engine = deeptide.initialize(model=models.make_model(), config=settings, world=world)[0]
+    draws = torch.Generator().manual_seed(3)
+    for number in range(2 * gas):
+        tokens = torch.randint(0, 37, (micro, 5), generator=draws)
+        if late:
+            engine.set_gradient_accumulation_boundary(False)
+        engine.backward(engine(tokens, tokens.roll(1, 1)))
+        if late:
+            engine.set_gradient_accumulation_boundary(number % gas == gas - 1)
+        engine.step()
+    return engine.get_global_grad_norm(), families.states_of(engine)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_tied_weight_gets_all_its_gradients_if_the_boundary_is_told_after_backward(late):
+    norm, states = run_ranks(1, tells_the_boundary, 1, False)[0]
+    for cut_norm, cut_states in run_ranks(2, tells_the_boundary, 2, late):
+        assert cut_norm == pytest.approx(norm, rel=1e-5)
+        for key, value in cut_states.items():
+            torch.testing.assert_close(value, states[key], rtol=1e-3, atol=1e-6, msg=key)

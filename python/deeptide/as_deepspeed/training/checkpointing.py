@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
+from deeptide._model.recomputation import repeatable
 from deeptide.as_deepspeed.helpers import groups
 from deeptide.as_deepspeed.training import boundaries, rng_tracker
 from deeptide.as_deepspeed.training.argument_rows import ArgumentRows
@@ -148,9 +149,7 @@ def _run(function: Callable[..., Any], args: tuple[Any, ...], use_reentrant: boo
     synchronizes, profiles = _state["synchronize"], _state["profile"]
     is_watched = synchronizes or profiles
     with boundaries.forward(synchronizes, profiles) if is_watched else contextlib.nullcontext(), _place():
-        outputs = torch.utils.checkpoint.checkpoint(
-            rng_tracker.repeatable(function), *args, use_reentrant=use_reentrant
-        )
+        outputs = torch.utils.checkpoint.checkpoint(repeatable(function), *args, use_reentrant=use_reentrant)
     if is_watched:
         boundaries.watch_backward(outputs, args, use_reentrant, synchronizes, profiles)
     return outputs

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
+from deeptide._model.recomputation import repeatable
 from deeptide.as_deepspeed.helpers.norms import partition_uniform
 
 # -- over the features ----------------------------------------------------------------------------------------------
@@ -134,7 +135,7 @@ def _widths(bounds: list[int]) -> list[int]:
 
 def _again(function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
     """function(…), whose activations backward computes again."""
-    out: torch.Tensor = torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
+    out: torch.Tensor = torch.utils.checkpoint.checkpoint(repeatable(function), *args, use_reentrant=False, **kwargs)
     return out
 
 

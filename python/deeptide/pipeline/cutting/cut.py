@@ -20,6 +20,7 @@ from deeptide.pipeline.cutting.along import find_cut
 from deeptide.pipeline.cutting.blocks import Chain, stages_of, uses_of_parameters
 from deeptide.pipeline.cutting.calls import Calls
 from deeptide.pipeline.cutting.chunks import starts_of
+from deeptide.pipeline.cutting.shared_buffers import SharedBuffers
 from deeptide.pipeline.cutting.ties import Place, Tie, Ties
 from deeptide.pipeline.cutting.uncut import Exchange, Uncut
 from deeptide.pipeline.passing.elsewhere import Elsewhere, ElsewhereError
@@ -98,6 +99,12 @@ class BlockCut:
         if share is not None:
             share()
         self.ties = Ties(self._ties(), stage_id)
+        inside = chain.modules
+        self._shared_buffers = SharedBuffers(
+            (path, module, self._uses[id(module)])
+            for path, module in model.named_modules()
+            if id(module) in inside and stage_id in self._uses[id(module)]
+        )
         self.taken: set[int] = set()  # ids of parameters of other stages, while `undo` may bring them back
         self.relay = Relay(stage_id, num_stages, list(self._placed(chain, parts)), self.ties)
         self._repeated = Repeated(self._repeated_by_chunks(chain) if num_chunks > 1 else (), num_chunks)
@@ -238,7 +245,8 @@ class BlockCut:
 
     def run_stage(self, forward: Callable[..., Any], inputs: Any, received: Any, chunk: int = 0) -> Any:
         """A forward of this stage. None comes and goes where it lacked a value, and is made again."""
-        with self._repeated(chunk), self._hidden[chunk]() if self._hidden else nullcontext():
+        hidden = self._hidden[chunk]() if self._hidden else nullcontext()
+        with self._shared_buffers.unchanged(), self._repeated(chunk), hidden:
             output = self.passage.run(forward, inputs, received, self._part(chunk), self.kind_of(inputs))
         if self.gives_outputs and self._part(chunk) == len(self.parts) - 2 and self.skips.is_open():
             self.skips.note_output(output)

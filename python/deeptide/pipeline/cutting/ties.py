@@ -130,7 +130,7 @@ class Ties:
             for owned in self._owned:
                 values = [parameter.detach().clone() for parameter in owned.parameters()]
                 for stage in owned.borrowers:
-                    letters.send(Subject(f"tied weights of '{owned.key}'", 0, step), values, stage)
+                    letters.send(Subject(f"tied weights of '{owned.key}'", 0, step), values, stage, is_own=True)
         for borrowed in self._borrowed:
             values = letters.receive(Subject(f"tied weights of '{borrowed.key}'", 0, step), borrowed.owner)
             borrowed.put(values, with_gradients=training)
@@ -143,11 +143,12 @@ class Ties:
     def send_gradients(self, letters: Letters, step: int) -> None:
         """After the last backward and what it sends."""
         for borrowed in self._borrowed:
-            letters.send(Subject(f"tied gradient of '{borrowed.key}'", 0, step), borrowed.sums, borrowed.owner)
+            subject = Subject(f"tied gradient of '{borrowed.key}'", 0, step)
+            letters.send(subject, borrowed.sums, borrowed.owner, is_own=True)
             borrowed.sums = [None] * len(borrowed.sums)
 
     def take_gradients(self, letters: Letters, step: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """An owner's parameters, in its last backward, and what the borrowers' gradients add to theirs."""
+        """An owner's parameters, in its last backward, and what the borrowers' gradients add to theirs, in fp32."""
         parameters: list[torch.Tensor] = []
         gradients: list[torch.Tensor] = []
         for owned in self._owned:
@@ -158,7 +159,7 @@ class Ties:
             for parameter, gradient in zip(owned.parameters(), sums, strict=True):
                 if gradient is not None:
                     parameters.append(parameter)
-                    gradients.append(gradient.to(parameter.dtype))
+                    gradients.append(gradient)
         return parameters, gradients
 
 

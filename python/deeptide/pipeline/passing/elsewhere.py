@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 _new = torch.ops.aten
 
@@ -33,6 +35,10 @@ _MAKERS = {
     _new.zeros.default,
 }
 _GROUPED = _new._grouped_mm.default  # of experts: rows (N, in), (experts, in, out) -> (N, out)
+
+
+# The stage that computes a tensor has its gradient, and runs the hooks that its own run of the program registers.
+_HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
 
 
 class ElsewhereError(RuntimeError):
@@ -78,6 +84,16 @@ class Elsewhere(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Without history: what is computed from it has no values, so no gradients; but for what was received."""
+        if func in _HOOKS:
+            return RemovableHandle(OrderedDict())
+        if func is torch.Tensor.retain_grad:
+            return None
+        if func in (torch.autograd.grad, torch.autograd.backward):
+            raise ElsewhereError(
+                f"torch.autograd.{func.__name__} differentiates what comes from "
+                f"'{next(elsewhere_in((args, kwargs or {}))).origin}', and another stage has its graph: differentiate "
+                "inside one block, or train the model without a pipeline"
+            )
         args, kwargs = with_received((args, kwargs or {}))
         if next(elsewhere_in((args, kwargs)), None) is None:
             return func(*args, **kwargs)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from deeptide import _C
 
@@ -39,6 +40,28 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     if isinstance(tree, dict):
         return [tensor for item in tree.values() for tensor in tensors_in(item)]
     return []
+
+
+class _Handed(torch.autograd.Function):
+    """The tensor itself, but no leaf of autograd's nor a view of one: blocks may write into it."""
+
+    @staticmethod
+    def forward(ctx: Any, received: torch.Tensor) -> torch.Tensor:
+        """Shares its memory."""
+        return received.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        """Returns the gradient as it came."""
+        return gradients[0]
+
+
+def handed(received: Any) -> Any:
+    """Makes what a stage has received safe for its first block to write into."""
+    if not torch.is_grad_enabled():
+        return received
+    apply: Any = _Handed.apply
+    return tree_map_only(torch.Tensor, lambda tensor: apply(tensor) if tensor.requires_grad else tensor, received)
 
 
 def _encoded(tree: Any, numbers: Iterator[int]) -> Any:
@@ -99,6 +122,11 @@ def _empty(dtype: str, shape: list[int]) -> torch.Tensor:
     return torch.empty(shape, dtype=getattr(torch, dtype))
 
 
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the host: the bytes leave later, and a layer may write to what it has returned, as to a buffer."""
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
 def _shapes_of(tensors: list[torch.Tensor]) -> _Shapes:
     for tensor in tensors:
         if tensor.layout is not torch.strided:
@@ -148,8 +176,11 @@ class Letters:
             if count > 0:
                 self._ask(source)
 
-    def send(self, subject: Subject, tree: Any, to: int) -> None:
-        """Returns at once. Tensors must not change before the step's end."""
+    def send(self, subject: Subject, tree: Any, to: int, is_own: bool = False) -> None:
+        """Sends the tensors' values of this moment; returns at once.
+
+        is_own: nobody writes to them later, so those in the host's memory are sent without a copy.
+        """
         tensors = tensors_in(tree)
         shapes = _shapes_of(tensors)
         line = self._out.setdefault(to, _Line())
@@ -158,7 +189,7 @@ class Letters:
         header, *rest = _header(subject, tree, tensors, shapes)
         for tensor in (header, *first, *rest, *last):
             if tensor.numel() > 0:
-                self._stage.send(tensor.detach().cpu(), to)
+                self._stage.send(tensor.detach().cpu() if is_own else _copied(tensor), to)
         line.note(shapes)
 
     def receive(self, subject: Subject, source: int) -> Any:

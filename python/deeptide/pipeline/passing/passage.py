@@ -177,6 +177,13 @@ class Passage:
             if not self._goes_without(error.tensors):
                 raise PipelineError(f"{self._where()}: {error}; {self._cure}") from error
             output = _VOID
+        except RuntimeError as error:
+            if "differentiated Tensor" not in str(error):
+                raise
+            raise PipelineError(
+                f"{self._where()}: {error} The model calls torch.autograd.grad in its forward, and this stage has a "
+                "part of the graph alone: differentiate inside one block, or train the model without a pipeline"
+            ) from error
         finally:
             self._end_guard()
             self._end_watch()

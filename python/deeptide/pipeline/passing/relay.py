@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from deeptide import _C
 from deeptide._model.recomputation import in_backward
+from deeptide._process import generators as random_numbers
 from deeptide.pipeline.cutting.digest import digest
 from deeptide.pipeline.errors import PipelineError
-from deeptide.pipeline.passing import generators as random_numbers
 from deeptide.pipeline.passing.elsewhere import Elsewhere, ElsewhereError, MadeElsewhere, elsewhere_in
 from deeptide.pipeline.passing.letters import Letters, Subject, tensors_in
 
@@ -86,6 +86,8 @@ class Relay:
         for stage in others:
             self._send_to(stage, "the call", [mark, generators if self.here == 0 else []])
         got = {stage: self._receive("the call", stage) for stage in others}
+        assert self._stage is not None
+        self._stage.begin_step()
         for stage, (its, _) in got.items():
             if its != mark:
                 raise ValueError(
@@ -120,7 +122,7 @@ class Relay:
         if its != mark:
             raise PipelineError(
                 f"{path} is called with other arguments on stages {stage} and {self.here}: the stages' programs "
-                "differ, as by random numbers of Python or by tokens that each stage draws for itself"
+                "differ, as by a branch on the rank or by tokens that each stage draws for itself"
             )
         if generators:
             random_numbers.set_states(generators)
@@ -142,7 +144,7 @@ class Relay:
                 f"{path} writes into what it is called with, and the other stages of the pipeline do not see that"
             )
         after = random_numbers.states()
-        moved = after if any(not torch.equal(a, b) for a, b in zip(after, generators, strict=True)) else []
+        moved = [] if random_numbers.are_equal(after, generators) else after
         # Programs write into what a module returned, and letters leave later.
         values = [leaf.detach().clone() for leaf in _tensors(output)]
         for stage in range(self._num_stages):

@@ -11,6 +11,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from deeptide import _C
+from deeptide.pipeline.cutting.digest import digest
 from deeptide.pipeline.errors import PipelineError
 
 
@@ -64,12 +65,14 @@ def take(
 
 _CODES = ("", "end", "failed")
 _SAVES = 3  # another stage saves in the handler of an exception
+_MARKS = 2  # digests that travel with a code: of inputs and of labels
+_NOTHING = -1  # instead of a digest
 
 
 def agree_to_save(stage: _C.PipelineStage, in_handler: bool) -> None:
     """Collective over the stages, before a save. Those that begin a step meanwhile raise, and may come here too."""
     while True:
-        codes = [int(code) for code in stage.exchange([float(_SAVES), 0.0])[::2]]
+        codes = [int(code) for code in stage.exchange([float(_SAVES), *[float(_NOTHING)] * _MARKS])[:: 1 + _MARKS]]
         if all(code == _SAVES for code in codes):
             return
         if not in_handler:
@@ -77,30 +80,43 @@ def agree_to_save(stage: _C.PipelineStage, in_handler: bool) -> None:
             raise PipelineError(f"save_checkpoint: stage {other} begins a step meanwhile; all stages save together")
 
 
-def agree(stage: _C.PipelineStage | None, problem: str, mark: int | None = None) -> None:
+def marks(taken: list[tuple[Any, Any]]) -> list[int]:
+    """Digests of the inputs and of the labels that were taken; a program may leave out those a stage does not need."""
+    parts = ([inputs for inputs, _ in taken], [labels for _, labels in taken])
+    return [_NOTHING if all(each is None for each in part) else digest(part, with_floats=True) for part in parts]
+
+
+def agree(stage: _C.PipelineStage | None, problem: str, own: list[int]) -> None:
     """Collective over the stages: all of them go on, or all raise. Errors: StopIteration; ValueError.
 
-    mark: a digest of what was taken, where all stages take the same.
+    own: digests of what was taken, which are equal on all stages that took it.
     """
     code = _CODES.index(problem) if problem in _CODES else 2
-    codes, marks = [code], []
+    codes, parts = [code], []
     if stage is not None:
-        values = [int(each) for each in stage.exchange([float(code), float(mark or 0)])]
-        codes, marks = values[::2], values[1::2]
-    if _SAVES in codes:
-        raise _C.SaveMeetsStepError(
-            f"stage {codes.index(_SAVES)} handles an exception and calls save_checkpoint(), for which all ranks are "
-            "needed. Nothing was changed on this rank"
-        )
+        own = [*own, *[_NOTHING] * (_MARKS - len(own))]
+        width = 1 + _MARKS
+        values = [int(each) for each in stage.exchange([float(code), *map(float, own)])]
+        codes, parts = values[::width], [values[place::width] for place in range(1, width)]
+        if _SAVES in codes:
+            raise _C.SaveMeetsStepError(
+                f"stage {codes.index(_SAVES)} handles an exception and calls save_checkpoint(), for which all ranks "
+                "are needed. Nothing was changed on this rank"
+            )
+        stage.begin_step()
     if problem and problem != "end":
         raise ValueError(problem)
     if 2 in codes:
         raise ValueError(f"stage {codes.index(2)} has no micro-batches for this step; see its error")
     if 1 in codes:
         raise StopIteration
-    for other, its in enumerate(marks):
-        if mark is not None and its != marks[0]:
-            raise ValueError(
-                f"the micro-batches of stages 0 and {other} differ: all stages of a pipeline read the same ones, those "
-                "of engine.data_parallel_rank among engine.data_parallel_size"
-            )
+    for part in parts:
+        readers = [other for other, its in enumerate(part) if its != _NOTHING]
+        for other in readers:
+            if part[other] != part[readers[0]]:
+                raise ValueError(
+                    f"the micro-batches of stages {readers[0]} and {other} differ: all stages of a pipeline read the "
+                    "same ones, those of engine.data_parallel_rank among engine.data_parallel_size. What draws random "
+                    "numbers for a batch outside train_batch() draws alike if all ranks seed torch, random and NumPy "
+                    "alike for it"
+                )

@@ -12,7 +12,7 @@ import torch
 from deeptide.engine import Engine
 from deeptide.pipeline.cutting.digest import digest
 from deeptide.pipeline.errors import PipelineError
-from deeptide.pipeline.passing.letters import tensors_in
+from deeptide.pipeline.passing.letters import handed, tensors_in
 from deeptide.pipeline.passing.stand_ins import NUMBERS, content_of, describe, loss_in, stand_in, with_content
 from deeptide.pipeline.step import batches as micro_batches
 from deeptide.pipeline.step.stage_run import StageRun
@@ -45,7 +45,7 @@ class PlainLoop(StageRun):
         Errors: ValueError if their batches differ.
         """
         assert self._stage is not None and self._letters is not None
-        micro_batches.agree(self._stage, "", digest((args, kwargs), with_floats=True))
+        micro_batches.agree(self._stage, "", [digest((args, kwargs), with_floats=True)])
         trains = torch.is_grad_enabled()
         self._number += 1
         if not self._ties.is_open:
@@ -71,6 +71,14 @@ class PlainLoop(StageRun):
         self._stage.flush()
         return output
 
+    def of_first(self, own: Any, others: Iterable[int]) -> Any:
+        """The first stage's value, which it sends to the `others`: those stages call it, and the first one."""
+        if self._here > 0:
+            return self._receive("value of the first stage", 0, 0)
+        for stage in others:
+            self._send("value of the first stage", 0, own, stage)
+        return own
+
     def exchange_tensors(self, own: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Sends the other stages tensors by name, one by one, and gives theirs. Collective over the stages."""
         assert self._stage is not None
@@ -91,7 +99,7 @@ class PlainLoop(StageRun):
 
         def forward() -> tuple[Any, Any]:
             received = self._receive("activation", 0, self._here - 1) if self._here > 0 else None
-            output = self._model.run_stage(self._forward_of_engine, inputs, received, 0)
+            output = self._model.run_stage(self._forward_of_engine, inputs, handed(received), 0)
             if self._here < self._last:
                 self._send("activation", 0, output, self._here + 1)
             return received, output
@@ -136,15 +144,13 @@ class PlainLoop(StageRun):
         return result
 
     def _backward_of(self, forwards: list[_Forward], joins: bool) -> None:
-        assert self._stage is not None and self._letters is not None
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for number, forward in enumerate(forwards):
             gradients = self._receive("gradient", number, self._here + 1)
             pairs += [(out, grad) for out, grad in zip(forward.sent, gradients, strict=True) if grad is not None]
         if joins:
-            pairs += zip(*self._ties.take_gradients(self._letters, self._number), strict=True)
-        if pairs:
-            self._stage.backward([out for out, _ in pairs], [grad for _, grad in pairs])
+            pairs += self._of_borrowers()
+        self._backward_of_pairs(pairs)
 
     def close(self) -> None:
         """Before a step() of the engine."""
@@ -154,9 +160,7 @@ class PlainLoop(StageRun):
         if not self._engine.is_gradient_accumulation_boundary():
             return
         if self._owes:  # the program set the boundary after its backward
-            parameters, gradients = self._ties.take_gradients(self._letters, self._number)
-            if parameters:
-                self._stage.backward(parameters, gradients)
+            self._backward_of_pairs(self._of_borrowers())
             self._ties.send_gradients(self._letters, self._number)
         self.forget()
 

@@ -16,7 +16,7 @@ from deeptide import _C
 from deeptide._C import PipelineSchedule, StageAction, StageInstruction
 from deeptide._model.products import Pairs
 from deeptide.engine import Engine
-from deeptide.pipeline.passing.letters import Letters, Subject, tensors_in
+from deeptide.pipeline.passing.letters import Letters, Subject, handed, tensors_in
 from deeptide.pipeline.step.set_aside import SetAside
 from deeptide.pipeline.step.undo import Undo
 
@@ -97,6 +97,7 @@ class StageRun:
         self._is_apart = False
         self._waited = 0.0  # seconds, in this step
         self._ended = 0.0  # when the last instruction of a step had computed and sent
+        self.is_over = True  # nothing of a step is left that another stage waits for
         self.times = (0.0, 0.0)  # of the last step's instructions, without the optimizer's: seconds taken and waited
 
     def train(self, schedule: PipelineSchedule, batches: list[tuple[Any, Any]], count: int) -> list[torch.Tensor]:
@@ -282,13 +283,14 @@ class StageRun:
         received = self._received.pop(piece) if self._part(chunk) > 0 else None
         inputs = self._batches[micro_batch][0] if self._batches else None
         self._inputs[piece] = tensors_in(received)
-        return self._model.run_stage(self._forward_of_engine, inputs, received, chunk)
+        return self._model.run_stage(self._forward_of_engine, inputs, handed(received), chunk)
 
     def _forward_of_engine(self, *args: Any, **kwargs: Any) -> Any:
         return Engine.forward(self._engine, *args, **kwargs)
 
-    def _loss(self, output: Any, micro_batch: int) -> torch.Tensor:
-        return self._model.loss_of(output, self._batches[micro_batch][1])
+    def _loss(self, output: Any, micro_batch: int) -> Any:
+        loss = self._model.loss_of(output, self._batches[micro_batch][1])
+        return None if loss is None else loss.clone()  # the model may add later losses to its own tensor
 
     def _forward(self, piece: _Piece) -> None:
         watch: AbstractContextManager[Any] = nullcontext() if self._aside is None else self._aside.forward()
@@ -325,11 +327,25 @@ class StageRun:
     def _backward_from(self, sent: Any, gradients: list[torch.Tensor | None], piece: _Piece) -> None:
         outputs = [tensor for tensor in tensors_in(sent) if tensor.requires_grad]
         pairs = [(out, grad) for out, grad in zip(outputs, gradients, strict=True) if grad is not None]
-        assert self._stage is not None and self._letters is not None
         if piece == self._final and self._aside is None:
-            pairs += zip(*self._ties.take_gradients(self._letters, self._number), strict=True)
+            pairs += self._of_borrowers()
+        self._backward_of_pairs(pairs)
+
+    def _of_borrowers(self) -> Pairs:
+        """Takes gradients from stages that borrow weights; returns those that go to autograd.
+
+        The engine adds sums in fp32 to gradients in fp16 or bf16, where no hook of the program's asks for them.
+        """
+        assert self._stage is not None and self._letters is not None
+        parameters, sums = self._ties.take_gradients(self._letters, self._number)
+        pairs = zip(parameters, sums, strict=True)
+        return [(each, gradient.to(each.dtype)) for each, gradient in pairs if not self._stage.join(each, gradient)]
+
+    def _backward_of_pairs(self, pairs: Pairs) -> None:
+        assert self._stage is not None
         if pairs:
             self._stage.backward([out for out, _ in pairs], [grad for _, grad in pairs])
+        self._stage.take_joining()
 
     def _send_gradient(self, piece: _Piece) -> None:
         gradients = [tensor.grad for tensor in self._inputs.pop(piece) if tensor.requires_grad]
@@ -353,13 +369,12 @@ class StageRun:
 
     def _backward_weight(self, piece: _Piece) -> None:
         if self._aside is not None:
-            assert self._stage is not None and self._letters is not None
-            besides: Pairs = []
-            if piece == self._final:
-                besides += zip(*self._ties.take_gradients(self._letters, self._number), strict=True)
+            assert self._stage is not None
+            besides: Pairs = self._of_borrowers() if piece == self._final else []
             self._stage.give(piece[1])
             for pairs in self._aside.gradients(piece[1], besides):
                 self._stage.backward([leaf for leaf, _ in pairs], [gradient for _, gradient in pairs])
+            self._stage.take_joining()
             self._ties.add_gradients()
         self._end(piece)
 
@@ -369,6 +384,7 @@ class StageRun:
             self._ties.send_gradients(self._letters, self._number)
         if piece == self._final:
             self._ended = time.perf_counter()  # the optimizer's step waits for all stages
+            self.is_over = True
         if piece in self._closing:
             if self._stage is not None:
                 self._stage.note_backward()

@@ -4,11 +4,9 @@
 
 from __future__ import annotations
 
-import random
-
 import torch
 
-from deeptide.pipeline.passing import generators
+from deeptide._process import generators
 
 
 class Buffers:
@@ -34,10 +32,9 @@ class Undo(Buffers):
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
-        self._python, self._torch = random.getstate(), generators.states()
+        self._drawn = generators.states()
 
     def restore(self) -> None:
         """Undoes what forwards since then have changed and drawn."""
         super().restore()
-        random.setstate(self._python)
-        generators.set_states(self._torch)
+        generators.set_states(self._drawn)
