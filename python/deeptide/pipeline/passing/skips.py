@@ -189,17 +189,6 @@ class Skips:
                 values[label] = self.received[label]
         return values, {label: mark for label, mark in self._marks.items() if label in values}
 
-    def without_values(self, output: Any, origin: str) -> Any:
-        """A block's output as the next forward may have it: all that is of other stages without bytes."""
-        came = {id(value) for value in self.received.values()}
-
-        def bare(tensor: torch.Tensor) -> torch.Tensor:
-            if isinstance(tensor, Elsewhere):
-                return tensor.again()
-            return Elsewhere(tensor, origin) if id(tensor) in came else tensor
-
-        return tree_map_only(torch.Tensor, bare, output)
-
     def came(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is one of the values that came."""
         return any(tensor is value for value in self.received.values())
