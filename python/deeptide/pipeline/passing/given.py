@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a block is called with, as far as its output on shapes may depend on it; and those outputs, to be given again."""
+"""What a block is called with, as far as its output on shapes may depend on it; and such outputs, kept by that."""
 
 from __future__ import annotations
 

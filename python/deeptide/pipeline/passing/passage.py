@@ -28,7 +28,8 @@ from deeptide.pipeline.passing.derived import Derived
 from deeptide.pipeline.passing.elsewhere import Elsewhere, ElsewhereError, MadeElsewhere, elsewhere_in, with_received
 from deeptide.pipeline.passing.given import Given, Looks
 from deeptide.pipeline.passing.hidden import Hidden
-from deeptide.pipeline.passing.letters import tensors_in
+from deeptide.pipeline.passing.kinds import Kinds
+from deeptide.pipeline.passing.letters import NESTED, tensors_in
 from deeptide.pipeline.passing.relay import Relay
 from deeptide.pipeline.passing.skips import Skips, with_zeros
 
@@ -56,7 +57,7 @@ class Passage:
     chain of one part turns to that where the first forward of a kind shows that its blocks are.
     hidden: by number of a block, what hides values of it that this stage has while its forward passes over it.
     skips: what travels besides to later parts than the next, or for other uses than by blocks.
-    relay: of forwards that are none of these, without gradients.
+    relay: of forwards that are none of these, without gradients. kinds: of the model's forwards.
     """
 
     def __init__(
@@ -67,8 +68,9 @@ class Passage:
         hidden: dict[int, Hidden],
         skips: Skips,
         relay: Relay,
+        kinds: Kinds,
     ) -> None:
-        self._relay = relay
+        self._relay, self._kinds, self._kind = relay, kinds, None
         self._names, self._parts, self._last, self._num_stages = chain.names, parts, parts[-1], num_stages
         self._hidden, self._carries, self._skips = hidden, chain.carries, skips
         self._cure = f"such a model is no chain of blocks: {chain.cure}"
@@ -107,6 +109,7 @@ class Passage:
         self._carries |= is_carried(self._received)
         self._at, self._has_begun, self._is_running, self._lacks, self._has_ended = -1, False, True, False, False
         self._counts.clear()
+        self._kind = kind
         hooks = self._skips.begin(kind, part, skips)
         try:
             output = forward(*inputs[0], **inputs[1])
@@ -124,9 +127,8 @@ class Passage:
 
     def compute(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The innermost call of a forward: the model itself, up to where this stage ends."""
-        modes = module.training, torch.is_grad_enabled()
         self._trains = torch.is_grad_enabled()
-        self._signature = (self._here, *modes, *kind_of(args, kwargs))
+        self._signature = self._kinds.signature(self._here, self._kind, args, kwargs)
         if self._here > 0:
             self._drawn = draws.mark()
             self._guard.begin()
@@ -176,9 +178,12 @@ class Passage:
         return (self._here - 1) % self._num_stages
 
     def _goes_without(self, tensors: Iterable[Elsewhere]) -> bool:
-        """Whether a forward goes on without what these tensors need, noted for the next one."""
+        """Whether a forward goes on without what these tensors need, noted for the next one.
+
+        In a settled kind it is made again whatever lacks: it needs what no forward of its kind has needed before.
+        """
         tensors = list(tensors)
-        if not tensors or not self._skips.is_open() or self._skips.note(tensors) is not None:
+        if not tensors or (self._skips.is_open() and self._skips.note(tensors) is not None):
             return False
         self._lacks = True
         self._known.discard(self._signature)  # also where the loss lacks it, after the forward
@@ -188,14 +193,31 @@ class Passage:
         """Whether a step of the engine's runs the model."""
         return self._is_running
 
+    def is_void(self) -> bool:
+        """Whether the last forward, or its loss, lacked a value though its kind is settled: the kind opens again."""
+        return self._lacks and not self._skips.is_open()
+
+    def note_output(self, output: Any) -> None:
+        """Of the last part, where the program gets it."""
+        self._lacks |= not self._skips.note_output(output)
+
+    def open_again(self, kind: Any) -> None:
+        """Forwards of a kind are looked at as if there had been none."""
+        self._skips.open_again(kind)
+        self._known.clear()
+        self._stays.clear()
+
     def lacks(self, error: ElsewhereError) -> bool:
         """Whether an error of the loss means that the forward is made again."""
         return self._goes_without(error.tensors)
 
-    def check_output(self, what: str, value: Any) -> None:
-        """Errors: PipelineError if it holds anything of another stage that does not come in the next forward."""
+    def check_output(self, what: str, value: Any, in_step: bool) -> None:
+        """Errors: PipelineError if it holds anything of another stage that does not come in the next forward.
+
+        in_step: a forward that lacks a value may still be made again.
+        """
         for tensor in elsewhere_in(value):
-            if self._goes_without([tensor]):
+            if in_step and self._goes_without([tensor]):
                 continue
             raise PipelineError(
                 f"{self._where()}: {what} depends on '{tensor.origin}' otherwise than through the chain of blocks, and "
@@ -265,6 +287,8 @@ class Passage:
         return call(*args, **kwargs) if self._derived is None else self._derived.call(call, args, kwargs)
 
     def _hand_on(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if any(tensor.is_nested for tensor in tensors_in((args, kwargs))):
+            raise PipelineError(f"{self._where()}: {self._name(block.number)} is called with {NESTED}")
         handed, besides = block.take_apart(args, kwargs)
         carried = self._carried(handed, besides, dict(placed((args, kwargs))))
         sent = {CARRIED: carried} if self._carries else handed
@@ -409,24 +433,13 @@ def _mark_of(number: int, besides: Any, carried: dict[str, torch.Tensor]) -> lis
 
     An object's tensors count, and its numbers do not, which may be of a rank.
     """
-    tensors = [each for each in Given(besides).nodes if isinstance(each, torch.Tensor)]
-    tensors = [each for each in tensors if not isinstance(each, Elsewhere)]
+    plain = [tensor for tensor in tensors_in(besides) if not isinstance(tensor, Elsewhere)]
+    seen = set(map(id, plain))
+    nodes = [each for each in Given(besides).nodes if isinstance(each, torch.Tensor) and id(each) not in seen]
+    inside = [tensor for tensor in nodes if not isinstance(tensor, Elsewhere)]
     travelling = {id(tensor) for tensor in carried.values()}
-    mark = digest((number, besides, tensors), with_floats=False)
-    return [mark, *sums_of(tensors, travelling), draws.mark()]
-
-
-def kind_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """The kinds of a forward's arguments, as far as they may change a model's program."""
-    return (*map(_kind, args), *map(_named_kind, kwargs.items()))
-
-
-def _kind(value: Any) -> Any:
-    return value if value is None or isinstance(value, (bool, int, str)) else type(value).__name__
-
-
-def _named_kind(item: tuple[str, Any]) -> Any:
-    return item[0], _kind(item[1])
+    mark = digest((number, besides, inside), with_floats=False)
+    return [mark, *sums_of(plain + inside, travelling), draws.mark()]
 
 
 def stage_blocks(blocks: list[torch.nn.Module], passage: Passage) -> None:

@@ -67,19 +67,18 @@ def train_alone(name):
     return losses, updates(model.state_dict(), before)
 
 
-def train_cut(name, step):
-    """Compares with torch alone; where the stages draw apart, `step` times the last word of an error."""
+def train_cut(name, apart):
+    """Compares with torch alone; where stages are seeded `apart`, tells of their error."""
     engine = deeptide.initialize(model=make(name, 11)[0], config=settings(2, schedule="gpipe"))[0]
     rank = torch.distributed.get_rank()
     for generator in (random.seed, numpy.random.seed, torch.manual_seed):
-        generator(11 + rank * (step > 0))
+        generator(11 + rank * apart)
     before = {key: value.clone() for key, value in engine.snapshot().state_dict().items()}
-    losses, given = [], batches()
+    given = batches()
     try:
-        for _ in range(STEPS):
-            losses.append(engine.train_batch(given).item())
+        losses = [engine.train_batch(given).item() for _ in range(STEPS)]
     except PipelineError as error:
-        print(f"{len(losses)} steps, then {error}")
+        print(f"{engine.global_steps} steps, then {error}")
         return
     except deeptide.CommError:
         return
