@@ -90,6 +90,7 @@ class PipelineEngine(Engine):
             return held._run_whole(forward, args, kwargs)
 
         self._cut.relay.connect(self._stage, self._core.device(), whole)
+        self._cut.kinds.say = lambda text: None if (held := engine()) is None else held._say_once(text, "warning")
 
     @told
     def _run_whole(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -25,7 +25,8 @@ from deeptide.pipeline.cutting.ties import Place, Tie, Ties
 from deeptide.pipeline.cutting.uncut import Exchange, Uncut
 from deeptide.pipeline.passing.elsewhere import Elsewhere, ElsewhereError
 from deeptide.pipeline.passing.hidden import Hidden, Repeated, state_of
-from deeptide.pipeline.passing.passage import Passage, kind_of, stage_blocks
+from deeptide.pipeline.passing.kinds import Kinds
+from deeptide.pipeline.passing.passage import Passage, stage_blocks
 from deeptide.pipeline.passing.relay import Relay, relayed
 from deeptide.pipeline.passing.skips import Skips
 from deeptide.pipeline.place import place
@@ -125,7 +126,8 @@ class BlockCut:
             if stage_id in self._uses[id(block)] and (chunks or parts[number] != stage_id)
         }
         self.skips = Skips(model, chain.names)
-        self.passage = Passage(chain, parts, num_stages, hidden, self.skips, self.relay)
+        self.kinds = Kinds(model)
+        self.passage = Passage(chain, parts, num_stages, hidden, self.skips, self.relay, self.kinds)
         stage_blocks(chain.blocks, self.passage)
         model.__class__ = relayed(type(model), self.relay, self.passage.is_running)
 
@@ -248,8 +250,8 @@ class BlockCut:
         hidden = self._hidden[chunk]() if self._hidden else nullcontext()
         with self._shared_buffers.unchanged(), self._repeated(chunk), hidden:
             output = self.passage.run(forward, inputs, received, self._part(chunk), self.kind_of(inputs))
-        if self.gives_outputs and self._part(chunk) == len(self.parts) - 2 and self.skips.is_open():
-            self.skips.note_output(output)
+        if self.gives_outputs and self._part(chunk) == len(self.parts) - 2:
+            self.passage.note_output(output)
         return output
 
     def begin(self) -> None:
@@ -258,9 +260,7 @@ class BlockCut:
 
     def kind_of(self, inputs: Any) -> Any:
         """The kind of a forward, by what may change which values it needs."""
-        loss_fn = self.loss_fn
-        program = getattr(loss_fn, "__code__", type(loss_fn))
-        return self.gives_outputs, program, self._model.training, torch.is_grad_enabled(), *kind_of(*inputs)
+        return self.kinds.of(inputs, self.gives_outputs, self.loss_fn)
 
     def loss_of(self, output: Any, labels: Any) -> Any:
         """The loss of the last stage's output; None where the forward is made again.
@@ -275,8 +275,17 @@ class BlockCut:
             if not self.passage.lacks(error):
                 raise
             return None
-        self.passage.check_output("the loss", loss)
+        self.passage.check_output("the loss", loss, in_step=True)
         return loss
+
+    def is_void(self) -> bool:
+        """Whether the forward that was made last counts for nothing, since its kind needs more than was known."""
+        return self.passage.is_void()
+
+    def open_again(self, kinds: Iterable[Any]) -> None:
+        """Lets all stages learn anew what forwards of these kinds need."""
+        for kind in kinds:
+            self.passage.open_again(kind)
 
     def trains(self, chunk: int) -> bool:
         """Whether a chunk uses a trained parameter of this stage's, as its only one does."""
@@ -286,9 +295,12 @@ class BlockCut:
             for module in self._model.modules()
         )
 
-    def check_output(self, output: Any) -> None:
-        """Errors: PipelineError if an output that goes to the program holds anything of another stage."""
-        self.passage.check_output("the output", output)
+    def check_output(self, output: Any, in_step: bool = False) -> None:
+        """Errors: PipelineError if an output that goes to the program holds anything of another stage.
+
+        in_step: before all stages know that the forward lacked nothing.
+        """
+        self.passage.check_output("the output", output, in_step)
 
     def copy_whole(self, exchange: Exchange) -> torch.nn.Module:
         """A copy of the uncut model. Collective. exchange: gives other stages tensors by name, and returns theirs."""

@@ -40,6 +40,27 @@ def take_in(arguments: Any, received: dict[str, torch.Tensor]) -> bool:
     return True
 
 
+def with_values(tree: Any, received: dict[str, torch.Tensor], place: str = "") -> Any:
+    """The arguments with what came in the places of all tensors that travelled. Dictionaries and lists stay the same.
+
+    Where this stage has such a tensor by itself, both are the same values, and what came has the gradient.
+    """
+    if isinstance(tree, torch.Tensor):
+        return received.get(place, tree)
+    if not isinstance(tree, (tuple, list, dict)):
+        return tree
+    named = list(tree.items() if isinstance(tree, dict) else enumerate(tree))
+    items = {key: with_values(item, received, f"{place}.{key}") for key, item in named}
+    if all(items[key] is item for key, item in named):
+        return tree
+    if isinstance(tree, tuple):
+        return type(tree)(*items.values()) if hasattr(tree, "_fields") else type(tree)(items.values())
+    for key, item in named:
+        if items[key] is not item:
+            tree[key] = items[key]
+    return tree
+
+
 def completed(output: Any) -> Any:
     """A model's output with what was received in it, such as an encoder's last state."""
     if isinstance(output, dict):

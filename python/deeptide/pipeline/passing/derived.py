@@ -11,7 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from deeptide.pipeline.passing.elsewhere import FROM_SHAPES, Elsewhere, written
+from deeptide.pipeline.passing.elsewhere import FROM_SHAPES, Elsewhere, version_of, written
+from deeptide.pipeline.passing.letters import tensors_in
 
 
 class Derived(TorchDispatchMode):
@@ -46,11 +47,12 @@ class Derived(TorchDispatchMode):
                 self._held[id(memory)] = memory
 
     def call(self, block: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A block's output."""
+        """A block's output: of parameters, but for what it returns as it was given."""
         self.end()
+        before = {id(tensor): version_of(tensor) for tensor in tensors_in((args, kwargs)) if not self.has(tensor)}
         output = block(*args, **kwargs)
         self._resume()
-        self.note(output)
+        self.note([tensor for tensor in _tensors(output) if before.get(id(tensor), -1) != version_of(tensor)])
         return output
 
     def _resume(self) -> None:
@@ -62,6 +64,10 @@ class Derived(TorchDispatchMode):
         if self._is_open:
             self._is_open = False
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call, unused-ignore]
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _memory(tensor: torch.Tensor) -> Any:

@@ -153,15 +153,29 @@ def _computed(like: torch.Tensor, given: list[Elsewhere], device: torch.device) 
 class MadeElsewhere(TorchDispatchMode):
     """While a block of another stage is computed on shapes: tensors that it makes to write into are of that stage."""
 
+    has_looked = False  # an operator gave what depends on values of the tensors that are here
+
     def __init__(self, origin: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
         self._origin = origin
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         made = func(*args, **(kwargs or {}))
+        self.has_looked |= _looks(func, args)
         if func not in _MAKERS or isinstance(made, Elsewhere) or not made.is_floating_point():
             return made  # every stage has what is computed from numbers of places
         return Elsewhere(made, self._origin)
+
+
+def _looks(func: Any, args: Any) -> bool:
+    if func is _new.index.Tensor:  # by a mask; places alone do not matter
+        return any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1])
+    return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """Another number after each write; None where torch counts none."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
@@ -195,13 +209,20 @@ def _infer(func: Any, args: Any, kwargs: dict[str, Any], origin: str) -> Any:
 
 
 def with_received(value: Any) -> Any:
-    """The same with what was received in the place of tensors of other stages, in tuples, lists and dictionaries."""
+    """The same with what was received in the place of tensors of other stages, in tuples, lists and dictionaries.
+
+    Lists and dictionaries stay the same ones: a block may write into what a program looks at later.
+    """
     if isinstance(value, Elsewhere):
         return value if value.received is None else value.received
-    if type(value) in (tuple, list):
-        return type(value)(map(with_received, value))
-    if type(value) is dict:
-        return {key: with_received(item) for key, item in value.items()}
+    if type(value) is tuple:
+        items = tuple(map(with_received, value))
+        return value if all(a is b for a, b in zip(items, value, strict=True)) else items
+    if type(value) in (list, dict):
+        for key, item in list(value.items() if type(value) is dict else enumerate(value)):
+            made = with_received(item)
+            if made is not item:
+                value[key] = made
     return value
 
 

@@ -18,6 +18,11 @@ from deeptide import _C
 
 HEADER_BYTES = 1024  # of what is always sent; a longer header goes on in a tensor of its own
 _LENGTH_BYTES = 8
+NESTED = (
+    "a nested tensor, which does not travel between stages: make torch.nn.TransformerEncoder with "
+    "enable_nested_tensor=False, which in evaluation then computes padding as in training; other tensors: "
+    "to_padded_tensor()"
+)
 
 
 class Subject(NamedTuple):
@@ -129,6 +134,8 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 def _shapes_of(tensors: list[torch.Tensor]) -> _Shapes:
     for tensor in tensors:
+        if tensor.is_nested:
+            raise TypeError(f"a stage hands on {NESTED}")
         if tensor.layout is not torch.strided:
             raise TypeError(f"a stage hands on a tensor of layout {tensor.layout}, expected a dense one: to_dense()")
     return [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in tensors]
@@ -174,6 +181,13 @@ class Letters:
         self._aside.clear()
         for source, count in due.items():
             if count > 0:
+                self._ask(source)
+
+    def extend(self, due: Mapping[int, int]) -> None:
+        """Expects more letters after those that are due."""
+        for source, count in due.items():
+            self._due[source] = self._due.get(source, 0) + count
+            if source not in self._asked and self._due[source] > 0:
                 self._ask(source)
 
     def send(self, subject: Subject, tree: Any, to: int, is_own: bool = False) -> None:

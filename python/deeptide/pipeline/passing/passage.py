@@ -10,24 +10,27 @@ calls none of a stage's blocks goes on without them: what came is handed on.
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from deeptide._model.recomputation import in_backward, kept_as_they_are
-from deeptide.pipeline.cutting.digest import digest
+from deeptide._process import generators
+from deeptide.pipeline.cutting.digest import are_alike, digest, sums_of
 from deeptide.pipeline.errors import PipelineError
-from deeptide.pipeline.passing.carried import CARRIED, completed, is_carried, placed, take_in
+from deeptide.pipeline.passing import draws
+from deeptide.pipeline.passing.block import Block
+from deeptide.pipeline.passing.carried import CARRIED, completed, is_carried, placed, take_in, with_values
 from deeptide.pipeline.passing.derived import Derived
 from deeptide.pipeline.passing.elsewhere import Elsewhere, ElsewhereError, MadeElsewhere, elsewhere_in, with_received
+from deeptide.pipeline.passing.given import Given, Looks
 from deeptide.pipeline.passing.hidden import Hidden
-from deeptide.pipeline.passing.letters import tensors_in
+from deeptide.pipeline.passing.kinds import Kinds
+from deeptide.pipeline.passing.letters import NESTED, tensors_in
 from deeptide.pipeline.passing.relay import Relay
 from deeptide.pipeline.passing.skips import Skips, with_zeros
 
@@ -47,46 +50,6 @@ class _HandedOn(BaseException):
         self.value = value
 
 
-class _NoDraws(TorchDispatchMode):
-    """Refuses random numbers, which would be others on each stage."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags and next(elsewhere_in((args, kwargs)), None) is None:
-            raise ElsewhereError(
-                f"{func} draws random numbers before this stage's blocks, and each stage would draw others; draw them "
-                "in a block, or give them with the batch"
-            )
-        return func(*args, **(kwargs or {}))
-
-
-class _Block:
-    """One block, as a passage knows it: one call of a module, which has others where it is called `again`."""
-
-    def __init__(self, number: int, module: torch.nn.Module) -> None:
-        self.number = number
-        names = list(inspect.signature(module.forward).parameters)
-        self._first = names[0] if names else ""
-        self._hooks = [hooks for m in module.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks)]
-        self.outputs: dict[Any, Any] = {}  # of forwards that were passed over, by what they were called with
-        self.again: list[_Block] = []
-
-    def is_observed(self) -> bool:
-        """Whether somebody looks at what happens inside it."""
-        return any(self._hooks)
-
-    def take_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, Any]]:
-        """(what a block is handed, what it is called with besides)."""
-        if args:
-            return args[0], (args[1:], kwargs)
-        return kwargs.get(self._first), ((), {key: value for key, value in kwargs.items() if key != self._first})
-
-    def put_in(self, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
-        """The arguments with another value handed, if any is."""
-        if not args and self._first not in kwargs:
-            return args, kwargs
-        return ((value, *args[1:]), kwargs) if args else (args, {**kwargs, self._first: value})
-
-
 class Passage:
     """The forwards of one stage. parts: of each block of the chain; part p belongs to stage p % num_stages.
 
@@ -95,7 +58,7 @@ class Passage:
     chain of one part turns to that where the first forward of a kind shows that its blocks are.
     hidden: by number of a block, what hides values of it that this stage has while its forward passes over it.
     skips: what travels besides to later parts than the next, or for other uses than by blocks.
-    relay: of forwards that are none of these, without gradients.
+    relay: of forwards that are none of these, without gradients. kinds: of the model's forwards.
     """
 
     def __init__(
@@ -106,8 +69,9 @@ class Passage:
         hidden: dict[int, Hidden],
         skips: Skips,
         relay: Relay,
+        kinds: Kinds,
     ) -> None:
-        self._relay = relay
+        self._relay, self._kinds, self._kind = relay, kinds, None
         self._names, self._parts, self._last, self._num_stages = chain.names, parts, parts[-1], num_stages
         self._hidden, self._carries, self._skips = hidden, chain.carries, skips
         self._cure = f"such a model is no chain of blocks: {chain.cure}"
@@ -116,13 +80,14 @@ class Passage:
         self._here = -1  # the part that runs
         self._is_running = False
         self._received: Any = None
-        self._digest: int | None = 0
+        self._digest: list[Any] | int | None = 0  # what the part before says of its end
         self._lacks = False  # a value, in a forward that is made again
         self._at = -1  # the last block that was called
         self._has_begun = False  # an own block, or a later one, was called
         self._known: set[Any] = set()  # signatures of forwards that were looked at
         self._signature: Any = None
-        self._guard: _NoDraws | None = None
+        self._guard = draws.NoDraws()
+        self._drawn = 0  # a mark of Python's generators where the forward began
         self._derived: Derived | None = None  # in the first forward of a kind
         self._stays: dict[Any, set[str]] = {}  # by signature: the places of tensors that all stages have
         self._trains = False  # with gradients
@@ -145,6 +110,7 @@ class Passage:
         self._carries |= is_carried(self._received)
         self._at, self._has_begun, self._is_running, self._lacks, self._has_ended = -1, False, True, False, False
         self._counts.clear()
+        self._kind = kind
         hooks = self._skips.begin(kind, part, skips)
         try:
             output = forward(*inputs[0], **inputs[1])
@@ -162,12 +128,11 @@ class Passage:
 
     def compute(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The innermost call of a forward: the model itself, up to where this stage ends."""
-        modes = module.training, torch.is_grad_enabled()
         self._trains = torch.is_grad_enabled()
-        self._signature = (self._here, *modes, *kind_of(args, kwargs))
-        if self._here > 0 and self._signature not in self._known:
-            self._guard = _NoDraws()  # type: ignore[no-untyped-call, unused-ignore]
-            self._guard.__enter__()  # type: ignore[no-untyped-call, unused-ignore]
+        self._signature = self._kinds.signature(self._here, self._kind, args, kwargs)
+        if self._here > 0:
+            self._drawn = draws.mark()
+            self._guard.begin()
         self._watch(at_part=0)
         try:
             output = module(*args, **kwargs)
@@ -185,16 +150,11 @@ class Passage:
                 "part of the graph alone: differentiate inside one block, or train the model without a pipeline"
             ) from error
         finally:
-            self._end_guard()
+            self._guard.end()
             self._end_watch()
         if not self._lacks:
             self._known.add(self._signature)
         return output
-
-    def _end_guard(self) -> None:
-        guard, self._guard = self._guard, None
-        if guard is not None:
-            guard.__exit__(None, None, None)  # type: ignore[no-untyped-call, unused-ignore]
 
     def _watch(self, at_part: int) -> None:
         """Begins to note what depends on parameters, where a later part needs to know for the first time."""
@@ -226,9 +186,12 @@ class Passage:
         return (self._here - 1) % self._num_stages
 
     def _goes_without(self, tensors: Iterable[Elsewhere]) -> bool:
-        """Whether a forward goes on without what these tensors need, noted for the next one."""
+        """Whether a forward goes on without what these tensors need, noted for the next one.
+
+        In a settled kind it is made again whatever lacks: it needs what no forward of its kind has needed before.
+        """
         tensors = list(tensors)
-        if not tensors or not self._skips.is_open() or self._skips.note(tensors) is not None:
+        if not tensors or (self._skips.is_open() and self._skips.note(tensors) is not None):
             return False
         self._lacks = True
         self._known.discard(self._signature)  # also where the loss lacks it, after the forward
@@ -238,14 +201,31 @@ class Passage:
         """Whether a step of the engine's runs the model."""
         return self._is_running
 
+    def is_void(self) -> bool:
+        """Whether the last forward, or its loss, lacked a value though its kind is settled: the kind opens again."""
+        return self._lacks and not self._skips.is_open()
+
+    def note_output(self, output: Any) -> None:
+        """Of the last part, where the program gets it."""
+        self._lacks |= not self._skips.note_output(output)
+
+    def open_again(self, kind: Any) -> None:
+        """Forwards of a kind are looked at as if there had been none."""
+        self._skips.open_again(kind)
+        self._known.clear()
+        self._stays.clear()
+
     def lacks(self, error: ElsewhereError) -> bool:
         """Whether an error of the loss means that the forward is made again."""
         return self._goes_without(error.tensors)
 
-    def check_output(self, what: str, value: Any) -> None:
-        """Errors: PipelineError if it holds anything of another stage that does not come in the next forward."""
+    def check_output(self, what: str, value: Any, in_step: bool) -> None:
+        """Errors: PipelineError if it holds anything of another stage that does not come in the next forward.
+
+        in_step: a forward that lacks a value may still be made again.
+        """
         for tensor in elsewhere_in(value):
-            if self._goes_without([tensor]):
+            if in_step and self._goes_without([tensor]):
                 continue
             raise PipelineError(
                 f"{self._where()}: {what} depends on '{tensor.origin}' otherwise than through the chain of blocks, and "
@@ -255,7 +235,7 @@ class Passage:
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
-    def enter(self, block: _Block, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def enter(self, block: Block, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A block is called; inside another one, as what a tower has may be called by itself too, it is none."""
         if in_backward():
             return self._again(block, call, args, kwargs)
@@ -279,7 +259,7 @@ class Passage:
             if part < self._here:
                 output = self._pass_over(block, call, args, kwargs)
                 if self._digest == _ended_after(block.number):
-                    self._end_guard()
+                    self._guard.end()
                     self._skips.begin_own()
                 return output
             output = self._compute_block(part, block, call, args, kwargs)
@@ -288,7 +268,7 @@ class Passage:
             self._is_inside = False
             self._skips.enter(-1)
 
-    def _this_call(self, block: _Block) -> tuple[_Block, int]:
+    def _this_call(self, block: Block) -> tuple[Block, int]:
         """(the block that a call is, its part), by the number of the call. More calls than are known are the last."""
         if block.again:
             calls = [block, *block.again]
@@ -298,10 +278,10 @@ class Passage:
         return block, self._parts[block.number]
 
     def _compute_block(
-        self, part: int, block: _Block, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, part: int, block: Block, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """An own block's output; a block of a later part ends the forward."""
-        self._end_guard()
+        self._guard.end()
         args, kwargs = with_received((args, kwargs)) if self._carries else (args, kwargs)
         if not self._has_begun:
             self._has_begun = True
@@ -314,7 +294,9 @@ class Passage:
             args, kwargs = with_zeros((args, kwargs))
         return call(*args, **kwargs) if self._derived is None else self._derived.call(call, args, kwargs)
 
-    def _hand_on(self, block: _Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _hand_on(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if any(tensor.is_nested for tensor in tensors_in((args, kwargs))):
+            raise PipelineError(f"{self._where()}: {self._name(block.number)} is called with {NESTED}")
         handed, besides = block.take_apart(args, kwargs)
         carried = self._carried(handed, besides, dict(placed((args, kwargs))))
         sent = {CARRIED: carried} if self._carries else handed
@@ -322,8 +304,8 @@ class Passage:
             if not self._goes_without([tensor]):
                 raise ElsewhereError(f"what {self._name(block.number)} is called with depends on '{tensor.origin}'")
         sent = with_zeros(sent) if self._lacks else sent
-        number = None if self._lacks else digest((block.number, besides), with_floats=False)
-        raise _HandedOn((sent, number, self._skips.handed_on()))
+        mark = None if self._lacks else _mark_of(block.number, besides, carried if self._carries else {})
+        raise _HandedOn((sent, mark, self._skips.handed_on()))
 
     def _carried(self, handed: Any, besides: Any, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Those of `given`, the tensors of the call by their places, that the next stage lacks."""
@@ -334,21 +316,20 @@ class Passage:
             self._stays[self._signature] = {p for p, t in given.items() if id(t) not in main and not derived.has(t)}
         return {place: tensor for place, tensor in given.items() if place not in self._stays[self._signature]}
 
-    def _begin(self, block: _Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+    def _begin(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
         """The arguments of the first block of this stage or a later one, with what the stage before handed on."""
         if self._here == 0:
             return args, kwargs
         has_carried = is_carried(self._received)
-        is_alike = not has_carried or take_in((args, kwargs), self._received[CARRIED])
-        args, kwargs = with_received((args, kwargs)) if has_carried else (args, kwargs)
+        carried = self._received[CARRIED] if has_carried else {}
+        is_alike = take_in((args, kwargs), carried)
+        args, kwargs = with_values((args, kwargs), carried) if has_carried else (args, kwargs)
         handed, besides = block.take_apart(args, kwargs)
-        is_whole = self._check_arguments(block, besides) and self._digest is not None
-        differs = is_whole and (not is_alike or self._digest != digest((block.number, besides), with_floats=False))
-        if differs or _is_end(self._digest):
-            raise PipelineError(
-                f"{self._where()}: {self._name(block.number)} is called with other arguments than stage "
-                f"{self._before()} ended with, or in the place of another block: {_PROGRAMS_DIFFER}"
-            )
+        is_whole = self._check_arguments(block, besides)
+        if isinstance(self._digest, int):
+            raise PipelineError(self._differs(block))
+        if is_whole and self._digest is not None:
+            self._compare(block, self._digest, _mark_of(block.number, besides, carried), is_alike)
         if self._trains and not torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(self._received)):
             raise ElsewhereError(
                 f"block {self._name(block.number)} is called without gradients though it is handed some, as by a "
@@ -360,7 +341,31 @@ class Passage:
             tensor.handed = self._received  # type: ignore[attr-defined] # for a recomputation
         return block.put_in(self._received, args, kwargs)
 
-    def _check_arguments(self, block: _Block, arguments: Any) -> bool:
+    def _differs(self, block: Block) -> str:
+        return (
+            f"{self._where()}: {self._name(block.number)} is called with other arguments than stage {self._before()} "
+            f"ended with, or in the place of another block: {_PROGRAMS_DIFFER}"
+        )
+
+    def _compare(self, block: Block, theirs: list[Any], own: list[Any], is_alike: bool) -> None:
+        """Errors: PipelineError if the stage before ended with other values than this one begins with."""
+        if not is_alike or theirs[0] != own[0]:
+            raise PipelineError(self._differs(block))
+        if not are_alike(theirs[1:4], own[1:4]):
+            raise PipelineError(
+                f"{self._where()}: a floating tensor that {self._name(block.number)} is called with besides what the "
+                f"block before it returns has other values than on stage {self._before()}. Each stage computes such a "
+                "tensor by itself, of its batch: compute it of nothing else, as numbers that are drawn, or draw and "
+                "compute it in a block"
+            )
+        if own[4] != self._drawn and own[4] != theirs[4]:
+            raise PipelineError(
+                f"{self._where()}: the program draws numbers of Python's generator or NumPy's outside of the blocks, "
+                f"and stage {self._before()} has drawn others; call random.seed() and numpy.random.seed() alike on all "
+                "ranks that read the same batches, draw in no block besides, or give the numbers with the batch"
+            )
+
+    def _check_arguments(self, block: Block, arguments: Any) -> bool:
         """Whether nothing is lacking. Errors: ElsewhereError if it is, and does not come in the next forward."""
         lacking = list(elsewhere_in(arguments))
         for tensor in lacking:
@@ -371,7 +376,7 @@ class Passage:
                 )
         return not lacking
 
-    def _again(self, block: _Block, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _again(self, block: Block, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A checkpoint around the call computes it again, from the arguments that it had."""
         if self._carries:
             args, kwargs = with_received((args, kwargs))
@@ -381,43 +386,49 @@ class Passage:
             args, kwargs = block.put_in(tensor.handed, args, kwargs)  # type: ignore[attr-defined]
         return call(*args, **kwargs)
 
-    def _pass_over(self, block: _Block, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A block of an earlier stage: its output without bytes, computed from shapes where they are new."""
-        handed, besides = block.take_apart(args, kwargs)
-        leaves = [*tree_leaves(handed), *(tensors_in(besides) if self._carries else ())]
-        shapes = [(leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        key = (self._signature, *map(str, shapes))
-        if key in block.outputs and self._signature in self._known and not block.is_observed():
-            output = tree_map_only(Elsewhere, Elsewhere.again, block.outputs[key])  # values are of one micro-batch
-            return self._skips.returned(self._name(block.number), output)
-        output = self._on_shapes(block, call, handed, args, kwargs)
-        block.outputs[key] = self._skips.without_values(output, self._name(block.number))
-        return self._skips.returned(self._name(block.number), output)
-
-    def _on_shapes(
-        self, block: _Block, call: Callable[..., Any], handed: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """A block of an earlier stage, but for what is computed from values that came: hooks see those.
-
-        Where none is handed to it, gradients begin with the first one that a module inside returns. A checkpoint before
-        that, as in the forward of Transformers' blocks, so has no effect: it could not compute the block again.
-        """
-        origin, has_values = self._name(block.number), bool(self._skips.received)
+    def _pass_over(self, block: Block, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A block of an earlier stage: its output without bytes, computed from shapes where it is not known."""
+        origin = self._name(block.number)
 
         def bare(tensor: torch.Tensor) -> torch.Tensor:
             return tensor if isinstance(tensor, Elsewhere) or self._skips.came(tensor) else Elsewhere(tensor, origin)
 
+        handed, _ = block.take_apart(args, kwargs)
         args, kwargs = block.put_in(tree_map_only(torch.Tensor, bare, handed), args, kwargs)
+        given = Given(args, kwargs)
+        if self._signature in self._known and not block.is_observed():
+            for output in block.outputs.get(self._signature, given):
+                return self._skips.returned(origin, output)
+        output, has_looked = self._on_shapes(block, call, args, kwargs)
+        if not has_looked and given.is_unchanged(args, kwargs):
+            block.outputs.keep(self._signature, given, output)
+        return self._skips.returned(origin, output)
+
+    def _on_shapes(
+        self, block: Block, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, bool]:
+        """(the output of a block of an earlier stage, whether it took values out of tensors).
+
+        What is computed from values that came has values, which hooks see. Where none is handed to it, gradients begin
+        with the first one that a module inside returns. A checkpoint before that, as in the forward of Transformers'
+        blocks, so has no effect: it could not compute the block again.
+        """
+        has_values = bool(self._skips.received)
         hidden = self._hidden.get(block.number)
         trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
+        made, looks = MadeElsewhere(self._name(block.number)), Looks()  # type: ignore[no-untyped-call, unused-ignore]
+        drawn = generators.of_interpreter()
         with (
             torch.set_grad_enabled(has_values and trains),
             kept_as_they_are() if has_values else nullcontext(),
             nullcontext() if hidden is None else hidden(),
-            _NoDraws() if has_values else nullcontext(),  # type: ignore[no-untyped-call, unused-ignore]
-            MadeElsewhere(origin),
+            draws.NoDraws() if has_values else nullcontext(),
+            looks,
+            made,
         ):
-            return call(*args, **kwargs)
+            output = call(*args, **kwargs)
+        generators.set_interpreter(drawn)  # it draws on its own stage
+        return output, made.has_looked or looks.has_looked
 
 
 def _ended_after(block: int) -> int:
@@ -425,29 +436,26 @@ def _ended_after(block: int) -> int:
     return -2 - block
 
 
-def _is_end(number: int | None) -> bool:
-    return number is not None and number < 0
+def _mark_of(number: int, besides: Any, carried: dict[str, torch.Tensor]) -> list[Any]:
+    """What both stages of a border must have alike where it is crossed: a block's arguments but for those that travel.
 
-
-def kind_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """The kinds of a forward's arguments, as far as they may change a model's program."""
-    return (*map(_kind, args), *map(_named_kind, kwargs.items()))
-
-
-def _kind(value: Any) -> Any:
-    return value if value is None or isinstance(value, (bool, int, str)) else type(value).__name__
-
-
-def _named_kind(item: tuple[str, Any]) -> Any:
-    return item[0], _kind(item[1])
+    An object's tensors count, and its numbers do not, which may be of a rank.
+    """
+    plain = [tensor for tensor in tensors_in(besides) if not isinstance(tensor, Elsewhere)]
+    seen = set(map(id, plain))
+    nodes = [each for each in Given(besides).nodes if isinstance(each, torch.Tensor) and id(each) not in seen]
+    inside = [tensor for tensor in nodes if not isinstance(tensor, Elsewhere)]
+    travelling = {id(tensor) for tensor in carried.values()}
+    mark = digest((number, besides, inside), with_floats=False)
+    return [mark, *sums_of(plain + inside, travelling), draws.mark()]
 
 
 def stage_blocks(blocks: list[torch.nn.Module], passage: Passage) -> None:
     """Makes each call of a block one of the passage's. The blocks' classes are derived from what they were."""
     kinds: dict[type, type] = {}
-    firsts: dict[int, _Block] = {}
+    firsts: dict[int, Block] = {}
     for number, module in enumerate(blocks):
-        known = _Block(number, module)
+        known = Block(number, module)
         if firsts.setdefault(id(module), known) is not known:
             firsts[id(module)].again.append(known)
             continue

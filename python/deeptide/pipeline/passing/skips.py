@@ -25,7 +25,7 @@ from deeptide.pipeline.passing.elsewhere import Elsewhere, ElsewhereError, elsew
 class Skips:
     """One stage's part. A label names an output: its module, the block around it, the call within that, and a place.
 
-    A kind of forward is open until all stages have one of it in which nothing was lacking.
+    A kind of forward is open until all stages have one of it in which nothing was lacking, and again if one lacks then.
     """
 
     def __init__(self, model: torch.nn.Module, blocks: list[str]) -> None:
@@ -35,6 +35,7 @@ class Skips:
         self._hooks: dict[str, Any] = {}  # by path, of modules whose outputs skip blocks
         self._settled: set[Any] = set()  # kinds of forwards
         self._wanted: dict[Any, dict[str, int]] = {}  # by kind: labels, each with the last part that uses it
+        self._left: dict[Any, int] = {}  # by kind: tensors of other stages in the output, which do not come
         self._lacking: dict[str, int] = {}  # the same, of what this stage had to do without in an open kind
         self._kind: Any = None
         self._part = -1
@@ -55,6 +56,10 @@ class Skips:
     def is_open(self) -> bool:
         """Whether the forward that runs is of a kind that is not settled, so what it lacks is noted and no error."""
         return self._kind not in self._settled
+
+    def open_again(self, kind: Any) -> None:
+        """What forwards of this kind have needed so far comes still, and what they lack is noted."""
+        self._settled.discard(kind)
 
     def lacking(self) -> dict[str, int]:
         """The labels that this stage lacked since it was last asked, each with the last part that uses it."""
@@ -189,17 +194,6 @@ class Skips:
                 values[label] = self.received[label]
         return values, {label: mark for label, mark in self._marks.items() if label in values}
 
-    def without_values(self, output: Any, origin: str) -> Any:
-        """A block's output as the next forward may have it: all that is of other stages without bytes."""
-        came = {id(value) for value in self.received.values()}
-
-        def bare(tensor: torch.Tensor) -> torch.Tensor:
-            if isinstance(tensor, Elsewhere):
-                return tensor.again()
-            return Elsewhere(tensor, origin) if id(tensor) in came else tensor
-
-        return tree_map_only(torch.Tensor, bare, output)
-
     def came(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is one of the values that came."""
         return any(tensor is value for value in self.received.values())
@@ -225,10 +219,15 @@ class Skips:
         self._lacking |= dict.fromkeys(labels, self._part)
         return None
 
-    def note_output(self, output: Any) -> None:
-        """Notes what a model's output has of other stages, as far as it can come."""
-        for tensor in elsewhere_in(output):
+    def note_output(self, output: Any) -> bool:
+        """Notes what a model's output has of other stages, as far as it can come. False: more than so far."""
+        left = list(elsewhere_in(output))
+        if not self.is_open():
+            return len(left) <= self._left.get(self._kind, 0)
+        for tensor in left:
             self.note([tensor])
+        self._left[self._kind] = len(left)
+        return True
 
 
 def _path_of(label: str) -> str:

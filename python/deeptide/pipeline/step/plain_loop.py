@@ -51,14 +51,21 @@ class PlainLoop(StageRun):
         if not self._ties.is_open:
             self._ties.exchange_values(self._letters, self._number, trains)
             self._ties.is_open = trains
-        received, output = self._pass((args, kwargs))
-        if self._here == self._last:
-            self._model.check_output(output if broadcasts or isinstance(output, torch.Tensor) else loss_in(output))
+        self._start.note(self._engine.module)
+        assert self._model.skips is not None
+        while True:
+            is_settled = self._model.skips.is_settled(self._model.kind_of((args, kwargs)))
+            received, output = self._pass((args, kwargs))
+            told, lacked = self._told(output, broadcasts, is_settled)
+            if not lacked:
+                break
+            self._start.restore()
+            self._model.begin()
+            self._model.open_again([self._model.kind_of((args, kwargs))])
         if trains:
             sent = tensors_in(output) if self._here < self._last else []
             inputs = [tensor for tensor in tensors_in(received) if tensor.requires_grad]
             self._forwards.append(_Forward(inputs, [tensor for tensor in sent if tensor.requires_grad]))
-        told = self._told(output)
         return self.share(output) if broadcasts else told
 
     def share(self, output: Any) -> Any:
@@ -100,6 +107,8 @@ class PlainLoop(StageRun):
         def forward() -> tuple[Any, Any]:
             received = self._receive("activation", 0, self._here - 1) if self._here > 0 else None
             output = self._model.run_stage(self._forward_of_engine, inputs, handed(received), 0)
+            self._void.clear()
+            output = None if self._is_lacking(0, output) else output
             if self._here < self._last:
                 self._send("activation", 0, output, self._here + 1)
             return received, output
@@ -108,14 +117,22 @@ class PlainLoop(StageRun):
         assert self._model.skips is not None
         return forward() if self._model.skips.is_settled(kind) else self._until_settled(kind, 0, forward)
 
-    def _told(self, output: Any) -> Any:
-        """The output, or what stands for it. All stages have come so far then."""
+    def _told(self, output: Any, broadcasts: bool, may_lack: bool) -> tuple[Any, bool]:
+        """(the output or what stands for it, whether a stage lacked a value). All stages have come so far then."""
         assert self._stage is not None
+        if self._here == self._last and not self._void:
+            checked = output if broadcasts or isinstance(output, torch.Tensor) else loss_in(output)
+            self._model.check_output(checked, in_step=may_lack)
+            self._is_lacking(0, output)
         self._stage.meet()  # ranks that are behind still gather, and no longer once others exchange numbers
         is_last = self._here == self._last
-        numbers = self._stage.exchange(describe(output) if is_last else [0.0] * NUMBERS)[-NUMBERS:]
+        own = describe(output) if is_last and not self._void else [0.0] * NUMBERS
+        each = self._stage.exchange([*own, float(bool(self._void))])
         self._stage.flush()
-        return output if is_last else stand_in(numbers, self._engine.device)
+        if any(each[NUMBERS :: NUMBERS + 1]):
+            return None, True
+        numbers = each[-NUMBERS - 1 : -1]
+        return output if is_last else stand_in(numbers, self._engine.device), False
 
     def backward(self, loss: torch.Tensor, scale_wrt_gas: bool) -> torch.Tensor:
         """Takes all forwards since the last backward. Errors: PipelineError if there was none."""

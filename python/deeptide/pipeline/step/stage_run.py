@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -18,7 +18,7 @@ from deeptide._model.products import Pairs
 from deeptide.engine import Engine
 from deeptide.pipeline.passing.letters import Letters, Subject, handed, tensors_in
 from deeptide.pipeline.step.set_aside import SetAside
-from deeptide.pipeline.step.undo import Undo
+from deeptide.pipeline.step.undo import Start, Undo
 
 if TYPE_CHECKING:
     from deeptide.pipeline.cutting.ties import Ties
@@ -53,8 +53,14 @@ class StageModel(Protocol):
     def trains(self, chunk: int) -> bool:
         """Whether a chunk has a trained parameter of its own."""
 
-    def check_output(self, output: Any) -> None:
+    def check_output(self, output: Any, in_step: bool = False) -> None:
         """Errors: PipelineError if an output that goes to the program holds anything of another stage."""
+
+    def is_void(self) -> bool:
+        """Whether the last forward lacked a value though its kind is settled."""
+
+    def open_again(self, kinds: Iterable[Any]) -> None:
+        """Lets all stages learn anew what forwards of these kinds need."""
 
 
 _Made = TypeVar("_Made")
@@ -62,6 +68,13 @@ _Piece = tuple[int, int]  # a micro-batch in a chunk of this stage: (chunk, micr
 _Actions = dict[StageAction, Callable[[_Piece], None]]
 
 _FORWARD = (StageAction.receive_activation, StageAction.forward, StageAction.send_activation)
+_BACKWARD = (
+    StageAction.receive_gradient,
+    StageAction.backward,
+    StageAction.backward_input,
+    StageAction.backward_weight,
+    StageAction.send_gradient,
+)
 _OF_WEIGHTS = (StageAction.backward, StageAction.backward_weight)
 _SOURCES = {StageAction.receive_activation: -1, StageAction.receive_gradient: 1}  # parts before and after the own one
 
@@ -86,7 +99,10 @@ class StageRun:
         self._batches: list[tuple[Any, Any]] = []
         self._final: _Piece = (0, 0)  # of the last backward
         self._closing: set[_Piece] = set()  # whose backward the core is told of
-        self._losses: list[torch.Tensor] = []
+        self._losses: dict[int, torch.Tensor] = {}  # by micro-batch
+        self._void: set[int] = set()  # micro-batches that a stage lacked a value for, in a kind that was settled
+        self._learns = False  # what a forward needs
+        self._start = Start()
         # By piece: tensors that another stage sent, and those that it was sent.
         self._received: dict[_Piece, Any] = {}
         self._sent: dict[_Piece, Any] = {}
@@ -119,8 +135,13 @@ class StageRun:
         with self._engine.closing_pieces():
             for instruction in self._begin(order, actions, training=True):
                 actions[instruction.action]((instruction.chunk, instruction.micro_batch))
+            if self._void:
+                self._make_again(order, actions)
         self.times = self._ended - begin, self._waited
-        return self._losses
+        return self._losses_in_order()
+
+    def _losses_in_order(self) -> list[torch.Tensor]:
+        return [self._losses[number] for number in sorted(self._losses)]
 
     def evaluate(
         self, batches: list[tuple[Any, Any]], count: int, compute_loss: bool
@@ -134,10 +155,12 @@ class StageRun:
         def look(piece: _Piece) -> None:
             output = self._output(piece)
             del self._inputs[piece]
-            if self._is_last(piece[0]):
-                results[piece[1]] = output, self._loss(output, piece[1]) if compute_loss else None
-            else:
-                self._sent[piece] = output
+            if not self._is_last(piece[0]):
+                self._sent[piece] = None if self._is_lacking(piece[1], output) else output
+                return
+            loss = self._loss(output, piece[1]) if compute_loss and not self._is_lacking(piece[1], output) else None
+            self._is_lacking(piece[1], output)  # also where the loss lacks a value
+            results[piece[1]] = output, loss
 
         def send(piece: _Piece) -> None:
             self._send_activation(piece)
@@ -152,27 +175,36 @@ class StageRun:
         }
         for instruction in self._begin(order, actions, training=False):
             actions[instruction.action]((instruction.chunk, instruction.micro_batch))
+        if self._any_lacked():
+            self._void = set(range(count))
+            self._make_again(order, actions)
         outputs = [results[number][0] for number in sorted(results)]
-        self._losses = [results[number][1] for number in sorted(results)] if compute_loss else []
-        return self._losses, outputs if self._here == self._last else None
+        losses = [results[number][1] for number in sorted(results)] if compute_loss else []
+        return losses, outputs if self._here == self._last else None
 
     def _instructions(self, schedule: PipelineSchedule, count: int) -> list[StageInstruction]:
         return _C.stage_instructions(schedule, self._stages, count, self._here, self._chunks)
 
     def _prepare(self, batches: list[tuple[Any, Any]], order: list[StageInstruction], training: bool) -> None:
         self._number += 1
-        self._batches, self._losses = batches, []
+        self._batches, self._losses = batches, {}
+        self._void.clear()
+        if self._model.skips is not None:
+            self._start.note(self._engine.module)
         self._model.begin()
-        backwards = [(each.chunk, each.micro_batch) for each in order if each.action in _OF_WEIGHTS]
+        self._close_at([(each.chunk, each.micro_batch) for each in order if each.action in _OF_WEIGHTS])
+        for held in (self._received, self._sent, self._gradients, self._inputs):
+            held.clear()  # of a step that failed
+        self._is_apart = any(each.action == StageAction.backward_weight for each in order)
+        self._aside = SetAside(self._stage.add_product) if self._is_apart and self._stage and self._here > 0 else None
+
+    def _close_at(self, backwards: list[_Piece]) -> None:
+        """Notes which backwards the core is told of."""
         self._final = backwards[-1] if backwards else (0, 0)
         # A chunk without a trained parameter has no gradients to reduce. What would close last closes with the step.
         trained = trained_chunks(self._model)
         closing = [piece for piece in backwards if piece[0] in trained]
         self._closing = {*closing[:-1], self._final}
-        for held in (self._received, self._sent, self._gradients, self._inputs):
-            held.clear()  # of a step that failed
-        self._is_apart = any(each.action == StageAction.backward_weight for each in order)
-        self._aside = SetAside(self._stage.add_product) if self._is_apart and self._stage and self._here > 0 else None
 
     def _begin(self, order: list[StageInstruction], actions: _Actions, training: bool) -> list[StageInstruction]:
         """Asks for the step's letters, and takes what is lent. Returns what is left to do of the list.
@@ -212,15 +244,23 @@ class StageRun:
                 kinds.add(kind)
                 yield kind, number
 
-    def _pass_first(self, number: int, kind: Any, order: list[StageInstruction], actions: _Actions) -> None:
-        """A micro-batch passes all stages alone, again as long as one of them lacks a value of another."""
+    def _pass_first(
+        self, number: int, kind: Any, order: list[StageInstruction], actions: _Actions, follows: bool = False
+    ) -> None:
+        """A micro-batch passes all stages alone, again as long as one of them lacks a value of another.
+
+        follows: after letters of this step.
+        """
         assert self._letters is not None
         due = Counter(stage for stage in range(self._stages) if stage != self._here)
         due.update(self._neighbour(each.chunk, -1)[0] for each in order if each.action == _FORWARD[0])
 
         def forward() -> None:
             assert self._letters is not None
-            self._letters.begin(due, mixes=self._chunks > 1)
+            if follows:
+                self._letters.extend(due)
+            else:
+                self._letters.begin(due, mixes=self._chunks > 1)
             for each in order:
                 actions[each.action]((each.chunk, each.micro_batch))
 
@@ -228,13 +268,17 @@ class StageRun:
 
     def _until_settled(self, kind: Any, number: int, forward: Callable[[], _Made]) -> _Made:
         """Makes a forward of a new kind, again as long as a stage lacks a value. Collective over the stages."""
-        while True:
-            undo = Undo(self._engine.module)
-            made = forward()
-            if self._settle(kind, number):
-                return made
-            undo.restore()
-            self._model.begin()
+        self._learns = True
+        try:
+            while True:
+                undo = Undo(self._engine.module)
+                made = forward()
+                if self._settle(kind, number):
+                    return made
+                undo.restore()
+                self._model.begin()
+        finally:
+            self._learns = False
 
     def _settle(self, kind: Any, number: int) -> bool:
         """Collective over the stages. Whether none of them lacked a value; else all know of it from now on."""
@@ -244,6 +288,49 @@ class StageRun:
         for stage in others:
             self._send("what is lacking", number, own, stage)
         return self._model.skips.settle(kind, [own, *(self._receive("what is lacking", number, s) for s in others)])
+
+    # -- forwards that need more than their kind did -------------------------------------------------------------------
+
+    def _is_lacking(self, number: int, output: Any) -> bool:
+        """Whether a micro-batch's forward counts for nothing, which the other stages hear by what it sends."""
+        if self._model.skips is None or self._learns:
+            return False
+        if output is None or self._model.is_void():
+            self._void.add(number)
+        return number in self._void
+
+    def _any_lacked(self) -> bool:
+        """Whether a stage lacked a value in an evaluation. Collective over the stages."""
+        if self._model.skips is None or self._stage is None:
+            return False
+        self._stage.meet()  # ranks that are behind still gather
+        return any(self._stage.exchange([float(bool(self._void))]))
+
+    def _make_again(self, order: list[StageInstruction], actions: _Actions) -> None:
+        """Makes all forwards of the step again, one by one, and the backwards of those that counted for nothing.
+
+        All stages know which, by the gradients that did not come. Buffers and generators so pass the same states as if
+        the kind had been known.
+        """
+        assert self._letters is not None
+        void = sorted(self._void)
+        self._void.clear()
+        self._start.restore()
+        self._model.begin()
+        backwards = {number: [e for e in order if e.micro_batch == number and e.action in _BACKWARD] for number in void}
+        self._close_at([(e.chunk, number) for number in void for e in backwards[number] if e.action in _OF_WEIGHTS])
+        for number, (inputs, _) in enumerate(self._batches):
+            kind = self._model.kind_of(inputs)
+            self._model.open_again([kind])
+            mine = [each for each in order if each.micro_batch == number and each.action in _FORWARD]
+            self._pass_first(number, kind, mine, actions, follows=True)
+            due = [each for each in backwards.get(number, ()) if each.action in _SOURCES]
+            self._letters.extend(Counter(self._neighbour(each.chunk, _SOURCES[each.action])[0] for each in due))
+            for each in backwards.get(number, ()):
+                actions[each.action]((each.chunk, number))
+            for held in (self._sent, self._inputs):
+                for piece in [piece for piece in held if piece[1] == number]:
+                    del held[piece]
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
@@ -296,7 +383,9 @@ class StageRun:
         watch: AbstractContextManager[Any] = nullcontext() if self._aside is None else self._aside.forward()
         with watch:
             output = self._output(piece)
-            self._sent[piece] = self._loss(output, piece[1]) if self._is_last(piece[0]) else output
+            if self._is_last(piece[0]) and not self._is_lacking(piece[1], output):
+                output = self._loss(output, piece[1])
+            self._sent[piece] = None if self._is_lacking(piece[1], output) else output
 
     def _send_activation(self, piece: _Piece) -> None:
         to, chunk = self._neighbour(piece[0], 1)
@@ -305,6 +394,8 @@ class StageRun:
     def _receive_gradient(self, piece: _Piece) -> None:
         source, _ = self._neighbour(piece[0], 1)
         self._gradients[piece] = self._receive(self._kind("gradient", piece[0]), piece[1], source)
+        if self._gradients[piece] is None:
+            self._void.add(piece[1])
 
     def _backward(self, piece: _Piece) -> None:
         self._differentiate(piece)
@@ -313,10 +404,12 @@ class StageRun:
 
     def _differentiate(self, piece: _Piece) -> None:
         sent = self._sent.pop(piece)
-        if piece == self._final:
+        if piece[1] in self._void:
+            return
+        if self._is_final(piece):
             self._engine.await_the_end()
         if self._is_last(piece[0]):
-            self._losses.append(sent.detach())
+            self._losses[piece[1]] = sent.detach()
             Engine.backward(self._engine, sent)
         else:
             self._backward_from(sent, self._gradients.pop(piece), piece)
@@ -327,7 +420,7 @@ class StageRun:
     def _backward_from(self, sent: Any, gradients: list[torch.Tensor | None], piece: _Piece) -> None:
         outputs = [tensor for tensor in tensors_in(sent) if tensor.requires_grad]
         pairs = [(out, grad) for out, grad in zip(outputs, gradients, strict=True) if grad is not None]
-        if piece == self._final and self._aside is None:
+        if self._is_final(piece) and self._aside is None:
             pairs += self._of_borrowers()
         self._backward_of_pairs(pairs)
 
@@ -348,7 +441,9 @@ class StageRun:
         self._stage.take_joining()
 
     def _send_gradient(self, piece: _Piece) -> None:
-        gradients = [tensor.grad for tensor in self._inputs.pop(piece) if tensor.requires_grad]
+        inputs = self._inputs.pop(piece)
+        is_void = piece[1] in self._void
+        gradients = None if is_void else [tensor.grad for tensor in inputs if tensor.requires_grad]
         to, chunk = self._neighbour(piece[0], -1)
         self._send(self._kind("gradient", chunk), piece[1], gradients, to)
         if not self._is_apart:
@@ -356,7 +451,7 @@ class StageRun:
 
     def _backward_input(self, piece: _Piece) -> None:
         """The gradient that the stage before waits for. All those of parameters wait until they are complete."""
-        if self._aside is None:
+        if self._aside is None or piece[1] in self._void:
             self._differentiate(piece)
             return
         assert self._stage is not None
@@ -368,9 +463,9 @@ class StageRun:
             self._stage.hold(None)
 
     def _backward_weight(self, piece: _Piece) -> None:
-        if self._aside is not None:
+        if self._aside is not None and piece[1] not in self._void:
             assert self._stage is not None
-            besides: Pairs = self._of_borrowers() if piece == self._final else []
+            besides: Pairs = self._of_borrowers() if self._is_final(piece) else []
             self._stage.give(piece[1])
             for pairs in self._aside.gradients(piece[1], besides):
                 self._stage.backward([leaf for leaf, _ in pairs], [gradient for _, gradient in pairs])
@@ -380,12 +475,21 @@ class StageRun:
 
     def _end(self, piece: _Piece) -> None:
         """After a backward, when its gradient is on its way, and the gradients of its weights are there."""
-        if piece == self._final and self._letters is not None:
+        if self._is_final(piece) and self._letters is not None:
             self._ties.send_gradients(self._letters, self._number)
         if piece == self._final:
             self._ended = time.perf_counter()  # the optimizer's step waits for all stages
-            self.is_over = True
-        if piece in self._closing:
+            self.is_over = not self._void  # otherwise some are made again
+        if self._closes(piece):
             if self._stage is not None:
                 self._stage.note_backward()
             self._engine.close_piece()
+
+    def _is_final(self, piece: _Piece) -> bool:
+        """Whether it is the step's last backward. None is before those that are made again."""
+        return piece == self._final and not self._void
+
+    def _closes(self, piece: _Piece) -> bool:
+        if not self._void:
+            return piece in self._closing
+        return piece[1] not in self._void and piece[0] in trained_chunks(self._model)
