@@ -13,6 +13,7 @@ import torch
 _WORDS = 6
 _SAMPLES = 4000  # of sound: a quarter of a second, a dozen frames of wav2vec 2
 _FRAMES = 32
+_PIXELS = 64  # of models that take pictures of any size
 
 Example = dict[str, Any]  # keyword arguments of forward
 
@@ -29,7 +30,7 @@ def examples_of(model: Any, ranks: int = 1) -> Iterator[Example]:
     words = -(-_WORDS // ranks) * ranks
     makers: dict[str, Callable[[Any], Iterator[Example]]] = {
         "input_ids": functools.partial(_texts, words=words),
-        "pixel_values": _pictures,
+        "pixel_values": functools.partial(_pictures, otherwise=_PIXELS),
         "input_values": _sounds,
         "input_features": _spectra,
     }
@@ -52,8 +53,8 @@ def _texts(config: Any, words: int) -> Iterator[Example]:
         yield {"input_ids": _words(config, words), **picture}
 
 
-def _pictures(config: Any) -> Iterator[Example]:
-    size = _find(config, "image_size") or _find(config, "video_size")
+def _pictures(config: Any, otherwise: int | None = None) -> Iterator[Example]:
+    size = _find(config, "image_size") or _find(config, "video_size") or otherwise
     if size is None:
         return
     height, width = (size, size) if isinstance(size, int) else list(size)[-2:]

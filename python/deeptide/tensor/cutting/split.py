@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
@@ -28,19 +29,22 @@ from deeptide.tensor.cutting.plans import (
     own_plan,
     plan_of_specs,
 )
-from deeptide.tensor.cutting.regions import chains_of, container_of, whole_parameters
+from deeptide.tensor.cutting.regions import chains_of, container_of
 from deeptide.tensor.cutting.rule import adapt_sizes, rule_plan
-from deeptide.tensor.cutting.slices import as_adding
-from deeptide.tensor.experts import as_sliced_experts, divides
+from deeptide.tensor.cutting.slices import Slice, as_adding
+from deeptide.tensor.experts import as_sliced_experts, divides, slices_of_experts
 from deeptide.tensor.layers import (
     as_column,
     as_heads,
     as_latent,
+    as_own_heads,
     as_row,
     as_vocabulary,
     features_of,
     heads_table,
     is_linear,
+    slices_of_heads,
+    slices_of_layer,
 )
 from deeptide.tensor.leaving import join_outputs_around
 from deeptide.tensor.losses import CausalLoss
@@ -63,9 +67,9 @@ def split_model(
 
     What is cut: the model's own plan (Transformers' _tp_plan), else attention and MLP by names; layer_specs, as
     DeepSpeed's tensor_parallel.partition_config has them, change it, or are all there is with use_rule=False. The first
-    rank's values count. check: compares a small forward with the whole model's: of `example`, keyword arguments, or of
-    a few words, a picture or a sound for Transformers' models. sequence_parallel_norms: between attention and MLP each
-    rank has a part of the positions. Errors: ConfigError, before anything is changed but
+    rank's values count. check: compares outputs and gradients of a small run with the whole model's: of `example`,
+    keyword arguments, or of a few words, a picture or a sound for Transformers' models. sequence_parallel_norms:
+    between attention and MLP each rank has a part of the positions. Errors: ConfigError, before anything is changed but
     where the check fails.
     """
     if team_of(model) is not None:
@@ -76,18 +80,37 @@ def split_model(
     check_plan(model, plan, team.size)
     chains = chains_of(model, plan) if sequence_parallel_norms and team.size > 1 else []
     deferred = _share_values(model, team)
-    names = whole_parameters(model, chains, plan)
-    whole = checks.try_whole(model, example, team, names) if check and not deferred else None
-    _apply(model, plan, team)
-    if not is_own:
-        adapt_sizes(model, plan, team.size)
-    for chain in chains:
-        chain.apply(model, team)
-    if whole is not None:
-        checks.compare(model, whole, team)
-    elif check and not deferred and team.index == team.data_rank == 0:
+    checked = checks.Checked(model, example, team, slices_of_plan(model, plan)) if check and not deferred else None
+    with checked.weights_come_back() if checked else nullcontext():
+        _apply(model, plan, team)
+        if not is_own:
+            adapt_sizes(model, plan, team.size)
+        for chain in chains:
+            chain.apply(model, team)
+        if checked and checked.whole is not None:
+            checks.compare(model, checked.whole, team)
+    if checked and checked.whole is None and team.index == team.data_rank == 0:
         checks.tell_unchecked(model)
     return model
+
+
+def slices_of_plan(model: nn.Module, plan: Plan) -> dict[int, Slice]:
+    """{id of a parameter: how it will be cut}."""
+    modules = dict(model.named_modules())
+    found: dict[int, Slice] = {}
+    for path, cut in plan.items():
+        module = modules[path]
+        if cut.kind == EXPERTS:
+            slices = slices_of_experts(module)
+        elif cut.kind == HEADS:
+            slices = slices_of_heads(path, module)
+        else:
+            slices = slices_of_layer(module, cut.kind, cut.blocks)
+        for name, slice_ in slices.items():
+            parameter = getattr(module, name, None)
+            if parameter is not None:
+                found[id(parameter)] = slice_
+    return found
 
 
 def _without_odd_experts(model: nn.Module, plan: Plan, team: Team) -> Plan:
@@ -149,10 +172,18 @@ def _with_ties(model: nn.Module, plan: Plan) -> Plan:
     return plan
 
 
+def _text_config(model: Any) -> Any:
+    config = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _numbers_of_heads(model: nn.Module) -> set[Any]:
+    return {getattr(_text_config(model), name, None) for name in _HEADS}
+
+
 def check_plan(model: nn.Module, plan: Plan, size: int) -> None:
     """Everything that can be known before a parameter changes."""
-    config = getattr(model, "config", None)
-    config = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
+    config = _text_config(model)
     for name in _HEADS:
         heads = getattr(config, name, None)
         if isinstance(heads, int) and heads % size:
@@ -195,9 +226,7 @@ def _apply(model: nn.Module, plan: Plan, team: Team) -> None:
         elif cut.kind == LATENT:
             as_latent(module, team, cut.blocks)
         elif cut.kind == HEADS:
-            table = heads_table(path, module)
-            assert table is not None
-            as_heads(module, table, team)
+            as_heads(path, module, team)
         elif cut.kind == VOCABULARY:
             assert isinstance(module, nn.Embedding)
             as_vocabulary(module, team)
@@ -215,6 +244,7 @@ def _join_heads(model: nn.Module, plan: Plan, team: Team) -> None:
     for path in owners:
         if "Attention" in type(modules[path]).__name__:
             as_attention(modules[path], team)
+            as_own_heads(modules[path], _numbers_of_heads(model), team)
             container = container_of(path, modules)
             join_outputs_around(model, path if container is None else container)
 
@@ -230,4 +260,4 @@ def _compute_loss_in_parts(model: Any, plan: Plan, team: Team) -> None:
         model.loss_function = CausalLoss(model.loss_function, team)
 
 
-__all__ = ["check_plan", "plan_for", "split_model"]
+__all__ = ["check_plan", "plan_for", "slices_of_plan", "split_model"]
