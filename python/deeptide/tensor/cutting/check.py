@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deeptide._C import CommError, ConfigError
 from deeptide._process.log import say
+from deeptide.pipeline.step.undo import Buffers
 from deeptide.tensor.cutting.examples import Example, examples_of
-from deeptide.tensor.cutting.gradients import Digests, Verdict, aliased, compare_gradients, gradients_of
+from deeptide.tensor.cutting.gradients import Digests, Verdict, aliased, compare_gradients, fits_in_fp32, gradients_of
 from deeptide.tensor.cutting.perturbed import Perturbed
 from deeptide.tensor.cutting.slices import Slice, add_up, adding_names, slices_of
 from deeptide.tensor.team import Team
@@ -30,34 +31,44 @@ _Result = TypeVar("_Result")
 
 
 class Trial(NamedTuple):
-    """One run. `draws`: of torch's generator, which it was given anew. `gradients`: None where none is known."""
+    """One run. `draws`: of torch's generator, which it was given anew. `gradients`: None where none is known.
+
+    in_fp32: the model, which has 16 bits, ran with a copy of its parameters.
+    """
 
     inputs: Example
     outputs: list[torch.Tensor]
     draws: bool
     gradients: Digests | None
+    in_fp32: bool = False
 
 
 class Checked:
-    """A model whose weights are perturbed, and what the whole one computes with them.
+    """A whole model whose weights are perturbed, and what it computes with them. Errors: its own, with an example."""
 
-    slices: by a parameter's id, of those that are to be cut. Errors: the model's own, with the caller's example.
-    """
-
-    def __init__(self, model: nn.Module, example: Example | None, team: Team, slices: Mapping[int, Slice]) -> None:
-        self._model, self._team, self._slices = model, team, slices
+    def __init__(self, model: nn.Module, example: Example | None, team: Team) -> None:
+        self._model, self._team = model, team
+        self._slices: Mapping[int, Slice] = {}
+        self._buffers = Buffers(model)
         self._perturbed = Perturbed(model)
         try:
-            self.whole = try_whole(model, example, team, slices)
+            self.whole = try_whole(model, example, team)
             if self.whole is not None and team.any(not _is_finite(self.whole.outputs)):
                 self._restore()
-                self.whole = try_whole(model, example, team, slices)
+                self.whole = try_whole(model, example, team)
         except BaseException:
             self._restore()
             raise
 
+    def take_gradients(self, slices: Mapping[int, Slice]) -> None:
+        """Adds the gradients, of parameters that are to be cut this rank's parts. slices: by a parameter's id."""
+        self._slices = slices
+        if self.whole is not None:
+            self.whole = with_gradients(self._model, self.whole, slices, self._team)
+
     def _restore(self) -> None:
         self._perturbed.restore(self._slices, self._team)
+        self._buffers.restore()
 
     @contextmanager
     def weights_come_back(self) -> Iterator[None]:
@@ -72,36 +83,33 @@ def _is_finite(outputs: list[torch.Tensor]) -> bool:
     return all(bool(output.isfinite().all()) for output in outputs)
 
 
-def try_whole(
-    model: nn.Module, example: Example | None, team: Team, slices: Mapping[int, Slice] | None = None
-) -> Trial | None:
-    """Runs the model with the caller's example, or with the first one of `examples_of` that it takes; None: with none.
-
-    All ranks take the first rank's choice. slices: gradients are wanted too, and this rank's parts of those of the
-    parameters with these ids. Errors: the model's own.
-    """
-    found = _try_forward(model, example, team)
-    if found is None or slices is None:
-        return found
+def with_gradients(model: nn.Module, whole: Trial, slices: Mapping[int, Slice], team: Team) -> Trial:
+    """The trial with gradients, or without any, which is told of, where the model has no backward."""
     by_name = {name: slices[id(parameter)] for name, parameter in model.named_parameters() if id(parameter) in slices}
 
     def cut(name: str, gradient: torch.Tensor) -> torch.Tensor:
         return by_name[name].cut(gradient, team) if name in by_name else gradient
 
-    try:
-        _, gradients = _run(model, found, cut)
-    except Exception as error:  # some models have no backward in evaluation mode
-        why = _first_line(error)
-    else:
-        why = ""
-    if team.any(bool(why)):
-        if team.index == team.data_rank == 0:
-            say(f"tensor: gradients of {type(model).__name__} are not compared with the whole model's: {why}")
-        return found
-    return found._replace(gradients=gradients)
+    why = ""
+    for in_fp32 in (True, False) if fits_in_fp32(model) else (False,):
+        try:
+            found = whole._replace(in_fp32=in_fp32)
+            outputs, gradients = _run(model, found, cut)
+            found, why = found._replace(outputs=outputs, gradients=gradients), ""
+        except Exception as error:  # some models have no backward in evaluation mode, or want one type
+            found, why = whole, _first_line(error)
+        if not team.any(bool(why)):
+            return found
+    if team.index == team.data_rank == 0:
+        say(f"tensor: gradients of {type(model).__name__} are not compared with the whole model's: {why}")
+    return whole
 
 
-def _try_forward(model: nn.Module, example: Example | None, team: Team) -> Trial | None:
+def try_whole(model: nn.Module, example: Example | None, team: Team) -> Trial | None:
+    """Runs the model with the caller's example, or with the first one of `examples_of` that it takes; None: with none.
+
+    All ranks take the first rank's choice. Errors: the model's own.
+    """
     if example is not None:
         return _trial(model, example)
     chosen, found = -1, None
@@ -178,9 +186,12 @@ def _run(
     model: nn.Module, trial: Trial, cut: Callable[[str, torch.Tensor], torch.Tensor]
 ) -> tuple[list[torch.Tensor], Digests]:
     """The outputs, and digests of all parameters' gradients."""
-    with aliased(model) as parameters:
+    inputs = trial.inputs
+    if trial.in_fp32:
+        inputs = {key: value.float() if value.is_floating_point() else value for key, value in inputs.items()}
+    with aliased(model, trial.in_fp32) as parameters:
         with _evaluated(model, trial.draws), torch.enable_grad():
-            outputs = _floats(model(**trial.inputs))
+            outputs = _floats(model(**inputs))
         gradients = gradients_of(outputs, parameters, cut) if parameters else {}
     return [output.detach() for output in outputs], gradients
 
@@ -198,7 +209,7 @@ def compare(model: nn.Module, whole: Trial, team: Team) -> None:
     verdicts: list[Verdict] = []
     if whole.gradients is not None and gradients is not None:
         verdicts = compare_gradients(whole.gradients, gradients, dict(slices_of(model)), team)
-    eps = torch.finfo(next(model.parameters()).dtype).eps
+    eps = torch.finfo(torch.float32 if whole.in_fp32 else next(model.parameters()).dtype).eps
     _compare_outputs(whole.outputs, outputs, 64 * eps, [verdict.name for verdict in verdicts if verdict.is_absent])
     adding = set(adding_names(model))
     for verdict in verdicts:

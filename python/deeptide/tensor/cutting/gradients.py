@@ -16,6 +16,8 @@ from deeptide.tensor.cutting.slices import Slice
 from deeptide.tensor.team import Team
 
 _WHOLE = 1 << 14  # elements: a larger gradient is compared by two products with vectors
+_HALVES = (torch.float16, torch.bfloat16)
+_LARGEST_COPY = 1 << 30  # parameters
 _LEAST = 1e-3  # of the largest gradient: smaller ones are compared with that in place of their own size
 
 
@@ -47,30 +49,48 @@ def _digest(gradient: torch.Tensor) -> Digest:
     return Digest(values.flatten().cpu(), size)
 
 
+def fits_in_fp32(model: nn.Module) -> bool:
+    """Whether the model has 16 bits, and is small enough for a copy of its parameters in fp32."""
+    sizes = [parameter.numel() for parameter in model.parameters() if parameter.dtype in _HALVES]
+    return 0 < sum(sizes) <= _LARGEST_COPY
+
+
 @contextmanager
-def aliased(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
+def aliased(model: nn.Module, in_fp32: bool = False) -> Iterator[dict[str, nn.Parameter]]:
     """Within, the model computes with other parameters of the same values, by name: all of them are trained ones.
 
-    The model's own keep their flags, hooks and gradients, and no graph has seen their shapes.
+    The model's own keep their flags, hooks and gradients, and no graph has seen their shapes. in_fp32: those of 16 bits
+    are copied, and buffers too, since gradients in 16 bits tell little of a deep model.
     """
     aliases: dict[nn.Parameter, nn.Parameter] = {}
     names: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and type(parameter) is nn.Parameter:
-            names[name] = aliases[parameter] = nn.Parameter(parameter.detach())
+            widened = parameter.detach().float() if in_fp32 and parameter.dtype in _HALVES else parameter.detach()
+            names[name] = aliases[parameter] = nn.Parameter(widened)
     places = [
         (module, name, parameter)
         for module in model.modules()
         for name, parameter in module._parameters.items()
         if parameter is not None and parameter in aliases
     ]
+    buffers = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if in_fp32 and buffer is not None and buffer.dtype in _HALVES
+    ]
     try:
         for module, name, parameter in places:
             setattr(module, name, aliases[parameter])
+        for module, name, buffer in buffers:
+            module._buffers[name] = buffer.float()
         yield names
     finally:
         for module, name, parameter in places:
             setattr(module, name, parameter)
+        for module, name, buffer in buffers:
+            module._buffers[name] = buffer
 
 
 def gradients_of(

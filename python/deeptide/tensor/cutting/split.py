@@ -14,7 +14,8 @@ from deeptide import _C
 from deeptide._C import ConfigError
 from deeptide._process.log import say
 from deeptide.tensor.cutting import check as checks
-from deeptide.tensor.cutting.adapters import is_adapters, layer_named, with_adapters
+from deeptide.tensor.cutting.adapters import has_adapters, is_adapters, layer_named, with_adapters
+from deeptide.tensor.cutting.flow import fits, pairs_of, plan_of_pairs
 from deeptide.tensor.cutting.plans import (
     ADDING,
     COLUMN,
@@ -30,7 +31,7 @@ from deeptide.tensor.cutting.plans import (
     plan_of_specs,
 )
 from deeptide.tensor.cutting.regions import chains_of, container_of
-from deeptide.tensor.cutting.rule import adapt_sizes, rule_plan
+from deeptide.tensor.cutting.rule import adapt_sizes, rule_plan, words_and_heads
 from deeptide.tensor.cutting.slices import Slice, as_adding
 from deeptide.tensor.experts import as_sliced_experts, divides, slices_of_experts
 from deeptide.tensor.layers import (
@@ -74,14 +75,16 @@ def split_model(
     """
     if team_of(model) is not None:
         raise ConfigError("split_model: layers of the model are cut already")
-    plan, is_own = plan_for(model, layer_specs, use_rule)
-    if is_own:
-        plan = _without_odd_experts(model, plan, team)
-    check_plan(model, plan, team.size)
-    chains = chains_of(model, plan) if sequence_parallel_norms and team.size > 1 else []
-    deferred = _share_values(model, team)
-    checked = checks.Checked(model, example, team, slices_of_plan(model, plan)) if check and not deferred else None
+    check = not _share_values(model, team) and check
+    checked = checks.Checked(model, example, team) if check else None
     with checked.weights_come_back() if checked else nullcontext():
+        plan, is_own = _plan_by_names_or_flow(model, layer_specs, use_rule, checked, team)
+        if is_own:
+            plan = _without_odd_experts(model, plan, team)
+        check_plan(model, plan, team.size)
+        chains = chains_of(model, plan) if sequence_parallel_norms and team.size > 1 else []
+        if checked:
+            checked.take_gradients(slices_of_plan(model, plan))
         _apply(model, plan, team)
         if not is_own:
             adapt_sizes(model, plan, team.size)
@@ -92,6 +95,31 @@ def split_model(
     if checked and checked.whole is None and team.index == team.data_rank == 0:
         checks.tell_unchecked(model)
     return model
+
+
+def _plan_by_names_or_flow(
+    model: nn.Module, specs: Sequence[Any], use_rule: bool, checked: checks.Checked | None, team: Team
+) -> tuple[Plan, bool]:
+    """plan_for(), or, where names do not tell, a plan of pairs between whose layers values flow. Collective."""
+    try:
+        plan, is_own = plan_for(model, specs, use_rule)
+        error = None
+    except ConfigError as refusal:
+        plan, is_own, error = {}, False, refusal
+    if not use_rule or specs or is_own or checked is None or checked.whole is None or has_adapters(model):
+        if error is not None:
+            raise error
+        return plan, is_own
+    inputs = checked.whole.inputs
+    beside = words_and_heads(model)
+    pairs = [pair for pair in pairs_of(model, inputs) if not beside.keys() & {pair.row, *pair.columns}]
+    pairs = [pair for pair in pairs if pair.is_in_a_block] or pairs
+    if error is None and fits(plan, pairs):
+        return plan, False
+    found = plan_of_pairs(model, pairs, inputs, team)
+    if not found and error is not None:
+        raise error
+    return (_with_ties(model, {**beside, **found}), False) if found else (plan, False)
 
 
 def slices_of_plan(model: nn.Module, plan: Plan) -> dict[int, Slice]:
@@ -177,8 +205,9 @@ def _text_config(model: Any) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def _numbers_of_heads(model: nn.Module) -> set[Any]:
-    return {getattr(_text_config(model), name, None) for name in _HEADS}
+def _numbers_of_heads(model: nn.Module) -> set[int]:
+    found = [getattr(_text_config(model), name, None) for name in _HEADS]
+    return {number for number in found if isinstance(number, int)}
 
 
 def check_plan(model: nn.Module, plan: Plan, size: int) -> None:

@@ -119,8 +119,8 @@ class Gated(nn.Module):
         return self.fc2(F.gelu(hidden * scale))
 
 
-def split(world, off):
-    model = models.make_model(kind=lambda: Gated(off))
+def split(world, off, dtype=torch.float32):
+    model = models.make_model(kind=lambda: Gated(off)).to(dtype)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     try:
         split_model(model, make_team(2, world, 60.0), example={"x": torch.arange(16.0).view(2, 8) / 8})
@@ -135,8 +135,9 @@ def split(world, off):
     return list(adding_names(model))
 
 
-def test_gradients_of_which_each_rank_has_a_part_add_up():
-    assert run_ranks(2, split, 1.0) == [["scale"]] * 2
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gradients_of_which_each_rank_has_a_part_add_up(dtype):
+    assert run_ranks(2, split, 1.0, dtype) == [["scale"]] * 2
 
 
 def test_a_gradient_that_is_no_sum_of_the_ranks_is_refused_by_its_parameters_name():
