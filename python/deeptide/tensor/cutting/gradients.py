@@ -125,7 +125,7 @@ def gradients_of(
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What the check found of a parameter's gradient. `off`: by how much of its size the rank's own differs."""
+    """Result of the check of one parameter's gradient. `off`: by how much of its size the rank's own differs."""
 
     name: str
     off: float

@@ -33,7 +33,7 @@ _HASHED = 23  # bits
 
 @dataclasses.dataclass(frozen=True)
 class _Pattern:
-    """What was done to one parameter. `exponent`: of what stands for its zeros; None: they stay zeros."""
+    """The change of one parameter. `exponent`: of what stands for its zeros; None: they stay zeros."""
 
     number: int
     shape: torch.Size

@@ -85,6 +85,8 @@ def split_model(
         chains = chains_of(model, plan) if sequence_parallel_norms and team.size > 1 else []
         if checked:
             checked.take_gradients(slices_of_plan(model, plan))
+        if checked is None or checked.whole is None or checked.whole.gradients is None:
+            _check_norms_of_heads(model, plan)
         _apply(model, plan, team)
         if not is_own:
             adapt_sizes(model, plan, team.size)
@@ -265,11 +267,35 @@ def _apply(model: nn.Module, plan: Plan, team: Team) -> None:
     _compute_loss_in_parts(model, plan, team)
 
 
+def _owners_of_columns(plan: Plan) -> list[str]:
+    """The modules that have layers of some of whose features each rank computes, in the plan's order."""
+    columns = [path for path, cut in plan.items() if cut.kind == COLUMN and not cut.meets_whole]
+    return list(dict.fromkeys(layer_named(path).rpartition(".")[0] for path in columns if not is_adapters(path)))
+
+
+def _check_norms_of_heads(model: nn.Module, plan: Plan) -> None:
+    """Runs if gradients are not compared. Errors: ConfigError for a norm over a head's features that nothing sums."""
+    modules = dict(model.named_modules())
+    for owner in _owners_of_columns(plan):
+        features = getattr(modules[owner], "head_dim", None)
+        if any(plan[path].kind == LATENT for path in plan if path.startswith(f"{owner}.")):
+            continue  # its norms are over latents, which all ranks have
+        for path, module in modules[owner].named_modules(prefix=owner):
+            for name, parameter in module._parameters.items():
+                is_norm = parameter is not None and parameter.dim() == 1 and not is_linear(module)
+                if is_norm and path not in plan and parameter.numel() == features:  # type: ignore[union-attr]
+                    raise ConfigError(
+                        f"'{path}.{name}' is a norm over a head's features, so each rank would have a part of its "
+                        "gradient, and the start's check, which would find that the parts add up, does not run: build "
+                        "the model without zero.Init, leave parallel.tensor_check out, give split_model an example, or "
+                        f"add '{path}': 'replicated_with_grad_allreduce' to the model's _tp_plan"
+                    )
+
+
 def _join_heads(model: nn.Module, plan: Plan, team: Team) -> None:
     """Attention's weights are of each rank's heads, and leave the model whole if the program asks for them."""
     modules = dict(model.named_modules())
-    columns = [path for path, cut in plan.items() if cut.kind == COLUMN and not cut.meets_whole]
-    owners = dict.fromkeys(layer_named(path).rpartition(".")[0] for path in columns if not is_adapters(path))
+    owners = _owners_of_columns(plan)
     for path in owners:
         if "Attention" in type(modules[path]).__name__:
             as_attention(modules[path], team)

@@ -156,3 +156,12 @@ def test_a_sum_that_positions_need_is_found_though_nobody_marked_it(monkeypatch)
     names = run_ranks(2, rank)[0]
     assert {"model.layers.0.input_layernorm.weight", "model.layers.1.self_attn.q_layernorm.bias"} <= names
     assert "model.final_layernorm.weight" not in names
+
+
+@pytest.mark.parametrize("kind", ["Phi", "StableLm"])
+def test_norms_of_heads_are_refused_by_name_where_no_check_runs(kind):
+    def rank(world):
+        with pytest.raises(deeptide.ConfigError, match=r"self_attn\.q_layernorm.*weight' is a norm over a head's"):
+            split_model(make(kind), make_team(2, world, 60.0), check=False)
+
+    run_ranks(2, rank)

@@ -105,7 +105,7 @@ def test_pairs_are_layers_between_which_values_flow_and_nowhere_else():
 
 
 class Reads(nn.Module):
-    """What its first layer returns is returned as well, so it cannot be a part of the features."""
+    """It returns its first layer's output too, which so cannot be a part of the features."""
 
     def __init__(self):
         super().__init__()
