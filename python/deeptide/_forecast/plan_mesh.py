@@ -23,8 +23,7 @@ from deeptide.pipeline.cutting.blocks import numbered_blocks, stages_of, uses_of
 from deeptide.pipeline.cutting.chunks import chunks_of, starts_of
 from deeptide.tensor.axis import size_of
 from deeptide.tensor.cutting.slices import Slice
-from deeptide.tensor.cutting.split import check_plan, plan_for
-from deeptide.tensor.layers import slices_of_layer
+from deeptide.tensor.cutting.split import check_plan, plan_for, slices_of_plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,21 +62,14 @@ def mesh_of(config: Config, world_size: int) -> Mesh:
     return Mesh(stages, world_size // (stages * tensor), tensor)
 
 
-def slices_of_plan(model: nn.Module, config: Config, size: int) -> dict[int, Slice]:
+def _slices(model: nn.Module, config: Config, size: int) -> dict[int, Slice]:
     """{id of a parameter: how it is cut among `size` ranks}; nothing is cut. Errors: ConfigError, as the start's."""
     if size == 1:
         return {}
     specs = json.loads(_C.config_section(config, "tensor_parallel"))["partition_config"]
     cuts, _ = plan_for(model, specs["layer_specs"], specs["use_default_specs"])
     check_plan(model, cuts, size)
-    modules = dict(model.named_modules())
-    found: dict[int, Slice] = {}
-    for path, cut in cuts.items():
-        for name, slice_ in slices_of_layer(modules[path], cut.kind, cut.blocks).items():
-            parameter = getattr(modules[path], name, None)
-            if parameter is not None:
-                found[id(parameter)] = slice_
-    return found
+    return slices_of_plan(model, cuts)
 
 
 def bounds_of(
@@ -113,7 +105,7 @@ class Parts:
     def __init__(self, model: nn.Module, config: Config, mesh: Mesh) -> None:
         self._model, self._mesh = model, mesh
         self._users = owners_of(model, config, mesh.pipeline)
-        self._slices = slices_of_plan(model, config, mesh.tensor)
+        self._slices = _slices(model, config, mesh.tensor)
         self._held: dict[int, torch.Tensor] = {}
         self._parts: dict[int, Part] = {}
 

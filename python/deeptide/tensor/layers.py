@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -174,6 +174,17 @@ class LatentProjection(nn.Module):
         return torch.cat([latent, entered(rotary, self.tensor_team)], -1)
 
 
+class OwnHeads(nn.ModuleList):
+    """Modules, one for each head, of which forward meets those of this rank's heads. The others stay in the model."""
+
+    tensor_team: Team
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        heads = list(super().__iter__())
+        part = len(heads) // self.tensor_team.size
+        yield from heads[self.tensor_team.index * part : (self.tensor_team.index + 1) * part]
+
+
 def is_conv1d(module: nn.Module) -> bool:
     """Whether it is Transformers' Conv1D: (in, out) weights."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "nx")
@@ -263,10 +274,24 @@ def heads_table(path: str, module: nn.Module) -> str | None:
     return "relative_position_bias_table" if table is not None and table.dim() == 2 else None
 
 
-def as_heads(module: nn.Module, name: str, team: Team) -> None:
+def slices_of_heads(path: str, module: nn.Module) -> dict[str, Slice]:
+    """The slice of such a table by its name; empty for other modules."""
+    name = heads_table(path, module)
+    return {} if name is None else {name: Slice(1, (module.get_parameter(name).shape[1],))}
+
+
+def as_heads(path: str, module: nn.Module, team: Team) -> None:
     """Leaves this rank's heads in a table, whole and equal on all ranks, of a number for each."""
     module.tensor_team = team  # type: ignore[assignment]
-    cut_parameter(module, name, Slice(1, (module._parameters[name].shape[1],)), team)  # type: ignore[union-attr]
+    _cut(module, slices_of_heads(path, module), team)
+
+
+def as_own_heads(attention: nn.Module, heads: Container[int], team: Team) -> None:
+    """Lets lists of a module for each head, as StableLM's norms, give forward those of this rank's heads."""
+    for module in attention.modules():
+        if type(module) is nn.ModuleList and len(module) in heads and len(module) % team.size == 0:
+            module.tensor_team = team  # type: ignore[assignment]
+            become(module, OwnHeads)
 
 
 def as_vocabulary(module: nn.Embedding, team: Team) -> None:

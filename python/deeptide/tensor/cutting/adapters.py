@@ -24,6 +24,19 @@ def is_adapters(path: str) -> bool:
     return ".lora_A." in path or ".lora_B." in path
 
 
+def _copies_of(path: str, module: nn.Module) -> list[str]:
+    """The paths of a layer and of what is trained in its place, where an adapter has it in modules_to_save."""
+    if not {"original_module", "modules_to_save"} <= module._modules.keys():
+        return []
+    copies: Any = module._modules["modules_to_save"]
+    return [f"{path}.original_module", *(f"{path}.modules_to_save.{name}" for name in copies)]
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether layers have adapters around them."""
+    return any("base_layer" in module._modules for module in model.modules())
+
+
 def with_adapters(model: nn.Module, plan: Plan) -> Plan:
     """Moves cuts to the layers within adapters, and cuts those. Errors: ConfigError for adapters of other kinds.
 
@@ -33,6 +46,10 @@ def with_adapters(model: nn.Module, plan: Plan) -> Plan:
     modules = dict(model.named_modules())
     found: Plan = {}
     for path, cut in plan.items():
+        copies = _copies_of(path, modules[path])
+        if copies:
+            found |= dict.fromkeys(copies, cut)
+            continue
         wrapper: Any = modules.get(layer_named(path))
         if wrapper is None or "base_layer" not in wrapper._modules:
             found[path] = cut

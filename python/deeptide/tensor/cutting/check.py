@@ -1,10 +1,11 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""One small forward of a model before and after its layers are cut; also a backward where positions are cut."""
+"""One small forward and backward of a model before and after its layers are cut: outputs and all gradients agree."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,8 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deeptide._C import CommError, ConfigError
 from deeptide._process.log import say
-from deeptide.tensor.cutting.examples import Example, examples_of, waves
-from deeptide.tensor.cutting.slices import adding_names
+from deeptide.pipeline.step.undo import Buffers
+from deeptide.tensor.cutting.examples import Example, examples_of
+from deeptide.tensor.cutting.gradients import Digests, Verdict, aliased, compare_gradients, fits_in_fp32, gradients_of
+from deeptide.tensor.cutting.perturbed import Perturbed
+from deeptide.tensor.cutting.slices import Slice, add_up, adding_names, slices_of
 from deeptide.tensor.team import Team
 
 _MISFIT = (
@@ -27,26 +31,85 @@ _Result = TypeVar("_Result")
 
 
 class Trial(NamedTuple):
-    """One forward. `draws`: numbers of torch's generator, which it was given anew. `gradients`: by name."""
+    """One run. `draws`: of torch's generator, which it was given anew. `gradients`: None where none is known.
+
+    in_fp32: the model, which has 16 bits, ran with a copy of its parameters.
+    """
 
     inputs: Example
     outputs: list[torch.Tensor]
     draws: bool
-    gradients: dict[str, torch.Tensor]
+    gradients: Digests | None
+    in_fp32: bool = False
 
 
-def try_whole(model: nn.Module, example: Example | None, team: Team, names: Sequence[str] = ()) -> Trial | None:
+class Checked:
+    """A whole model whose weights are perturbed, and what it computes with them. Errors: its own, with an example."""
+
+    def __init__(self, model: nn.Module, example: Example | None, team: Team) -> None:
+        self._model, self._team = model, team
+        self._slices: Mapping[int, Slice] = {}
+        self._buffers = Buffers(model)
+        self._perturbed = Perturbed(model)
+        try:
+            self.whole = try_whole(model, example, team)
+            if self.whole is not None and team.any(not _is_finite(self.whole.outputs)):
+                self._restore()
+                self.whole = try_whole(model, example, team)
+        except BaseException:
+            self._restore()
+            raise
+
+    def take_gradients(self, slices: Mapping[int, Slice]) -> None:
+        """Adds the gradients, of parameters that are to be cut this rank's parts. slices: by a parameter's id."""
+        self._slices = slices
+        if self.whole is not None:
+            self.whole = with_gradients(self._model, self.whole, slices, self._team)
+
+    def _restore(self) -> None:
+        self._perturbed.restore(self._slices, self._team)
+        self._buffers.restore()
+
+    @contextmanager
+    def weights_come_back(self) -> Iterator[None]:
+        """Around the cutting of the model and the comparison."""
+        try:
+            yield
+        finally:
+            self._restore()
+
+
+def _is_finite(outputs: list[torch.Tensor]) -> bool:
+    return all(bool(output.isfinite().all()) for output in outputs)
+
+
+def with_gradients(model: nn.Module, whole: Trial, slices: Mapping[int, Slice], team: Team) -> Trial:
+    """The trial with gradients, or without any, which is told of, where the model has no backward."""
+    by_name = {name: slices[id(parameter)] for name, parameter in model.named_parameters() if id(parameter) in slices}
+
+    def cut(name: str, gradient: torch.Tensor) -> torch.Tensor:
+        return by_name[name].cut(gradient, team) if name in by_name else gradient
+
+    why = ""
+    for in_fp32 in (True, False) if fits_in_fp32(model) else (False,):
+        try:
+            found = whole._replace(in_fp32=in_fp32)
+            outputs, gradients = _run(model, found, cut)
+            found, why = found._replace(outputs=outputs, gradients=gradients), ""
+        except Exception as error:  # some models have no backward in evaluation mode, or want one type
+            found, why = whole, _first_line(error)
+        if not team.any(bool(why)):
+            return found
+    if team.index == team.data_rank == 0:
+        say(f"tensor: gradients of {type(model).__name__} are not compared with the whole model's: {why}")
+    return whole
+
+
+def try_whole(model: nn.Module, example: Example | None, team: Team) -> Trial | None:
     """Runs the model with the caller's example, or with the first one of `examples_of` that it takes; None: with none.
 
-    All ranks take the first rank's choice. names: of parameters whose gradients are wanted. Errors: the model's own.
+    All ranks take the first rank's choice. Errors: the model's own.
     """
-    found = _try_forward(model, example, team)
-    if found is None or not names:
-        return found
-    return found._replace(gradients=_gradients_of(model, found, names))
-
-
-def _try_forward(model: nn.Module, example: Example | None, team: Team) -> Trial | None:
     if example is not None:
         return _trial(model, example)
     chosen, found = -1, None
@@ -86,9 +149,9 @@ def _trial(model: nn.Module, inputs: Example) -> Trial:
     with _Draws() as draws:  # type: ignore[no-untyped-call]
         outputs = outputs_of(model, inputs)
     if not draws.maybe or torch.equal(before, torch.get_rng_state()):
-        return Trial(inputs, outputs, False, {})
+        return Trial(inputs, outputs, False, None)
     torch.set_rng_state(before)
-    return Trial(inputs, outputs_of(model, inputs, draws=True), True, {})
+    return Trial(inputs, outputs_of(model, inputs, draws=True), True, None)
 
 
 @contextmanager
@@ -119,61 +182,69 @@ def outputs_of(model: nn.Module, inputs: Example, draws: bool = False) -> list[t
         return _floats(model(**inputs))
 
 
-def _gradients_of(model: nn.Module, trial: Trial, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Gradients of some parameters for gradients of the outputs that repeat nowhere; no others are computed."""
-    parameters = dict(model.named_parameters())
-    wanted = [parameters[name] for name in names]
-    trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
-    model.requires_grad_(False)
-    try:
-        for parameter in wanted:
-            parameter.requires_grad_(True)
+def _run(
+    model: nn.Module, trial: Trial, cut: Callable[[str, torch.Tensor], torch.Tensor]
+) -> tuple[list[torch.Tensor], Digests]:
+    """The outputs, and digests of all parameters' gradients."""
+    inputs = trial.inputs
+    if trial.in_fp32:
+        inputs = {key: value.float() if value.is_floating_point() else value for key, value in inputs.items()}
+    with aliased(model, trial.in_fp32) as parameters:
         with _evaluated(model, trial.draws), torch.enable_grad():
-            outputs = [output for output in _floats(model(**trial.inputs)) if output.requires_grad]
-        given = [waves(*output.shape).to(output.device) for output in outputs]
-        found = torch.autograd.grad(outputs, wanted, given, allow_unused=True) if outputs else [None] * len(wanted)
-    finally:
-        for parameter in parameters.values():
-            parameter.requires_grad_(False)
-        for parameter in trained:
-            parameter.requires_grad_(True)
-    return {name: gradient.float() for name, gradient in zip(names, found, strict=True) if gradient is not None}
+            outputs = _floats(model(**inputs))
+        gradients = gradients_of(outputs, parameters, cut) if parameters else {}
+    return [output.detach() for output in outputs], gradients
 
 
 def compare(model: nn.Module, whole: Trial, team: Team) -> None:
-    """Errors: ConfigError if the model, cut now, cannot run or computes something else than the whole one did."""
-    cut, dtype = _of_cut(lambda: outputs_of(model, whole.inputs, whole.draws)), next(model.parameters()).dtype
-    share = 64 * torch.finfo(dtype).eps  # of the largest output: sums are taken in parts, each rounded, in every layer
-    for number, (before, after) in enumerate(zip(whole.outputs, cut, strict=True)):
+    """Lets partial gradients of whole parameters add up where that gives the whole model's.
+
+    Errors: ConfigError if the model, cut now, cannot run or computes something else than the whole one did.
+    """
+    gradients: Digests | None = None
+    if whole.gradients is None:
+        outputs = _of_cut(lambda: outputs_of(model, whole.inputs, whole.draws))
+    else:
+        outputs, gradients = _of_cut(lambda: _run(model, whole, lambda _, gradient: gradient))
+    verdicts: list[Verdict] = []
+    if whole.gradients is not None and gradients is not None:
+        verdicts = compare_gradients(whole.gradients, gradients, dict(slices_of(model)), team)
+    eps = torch.finfo(torch.float32 if whole.in_fp32 else next(model.parameters()).dtype).eps
+    _compare_outputs(whole.outputs, outputs, 64 * eps, [verdict.name for verdict in verdicts if verdict.is_absent])
+    adding = set(adding_names(model))
+    for verdict in verdicts:
+        _judge(model, verdict, verdict.name in adding, max(1e-3, 32 * eps), team)
+
+
+def _compare_outputs(whole: list[torch.Tensor], cut: list[torch.Tensor], share: float, absent: list[str]) -> None:
+    """share: of the largest output, since sums are taken in parts, each rounded, in every layer."""
+    for number, (before, after) in enumerate(zip(whole, cut, strict=True)):
         largest = before.abs().max().item() if before.numel() else 0.0
         differs = before.shape != after.shape
         most = float("inf") if differs else (before - after).abs().max().item() if before.numel() else 0.0
         if differs or not most <= share * max(largest, 1e-3):
+            unused = f"; no rank uses '{absent[0]}'" if absent else ""
             raise ConfigError(
                 f"output {number} of the model whose layers are cut differs by up to {most:.3g} from that of the whole "
-                f"model, whose largest value is {largest:.3g}: {_MISFIT}, or set parallel.tensor_check to false if the "
-                "model draws random numbers in evaluation mode"
+                f"model, whose largest value is {largest:.3g}{unused}: {_MISFIT}, or set parallel.tensor_check to "
+                "false if the model draws random numbers in evaluation mode"
             )
 
-    if whole.gradients:
-        _compare_gradients(model, whole, team, torch.finfo(dtype).eps)
 
-
-def _compare_gradients(model: nn.Module, whole: Trial, team: Team, eps: float) -> None:
-    """A sum over the ranks that is missing, or one too many, changes a gradient by as much as it has."""
-    names = list(whole.gradients)
-    cut, adding = _of_cut(lambda: _gradients_of(model, whole, names)), set(adding_names(model))
-    least = 1e-2 * max(gradient.abs().max().item() for gradient in whole.gradients.values())
-    for name, before in whole.gradients.items():
-        after = cut[name] if name in cut else torch.zeros_like(before)
-        after = team.core.all_reduce(after, "start") if name in adding else after
-        most, largest = (before - after).abs().max().item(), before.abs().max().item()
-        if not most <= max(1e-3, 16 * eps) * max(largest, least):
-            raise ConfigError(
-                f"the gradient of '{name}' in the model whose layers are cut differs by up to {most:.3g} from that in "
-                f"the whole model, whose largest value is {largest:.3g}: a layer uses positions in another way than "
-                "its kind says; leave parallel.sequence_parallel_norms out"
-            )
+def _judge(model: nn.Module, verdict: Verdict, adds_up: bool, most: float, team: Team) -> None:
+    """A rank that has a part of the features or positions has a part of the gradient of what is whole there."""
+    if (verdict.sum_off if adds_up else verdict.off) <= most:
+        return
+    if not adds_up and verdict.sum_off <= most:
+        add_up(model, verdict.name, team)
+        return
+    off = min(verdict.off, verdict.sum_off)
+    size = "" if math.isinf(off) else f" by {off:.1%} of its size"
+    raise ConfigError(
+        f"the gradient of '{verdict.name}' in the model whose layers are cut differs{size} from that in the whole "
+        f'model, and so does the sum of the ranks\' gradients: {_MISFIT}, or leave those around it whole by "skip" '
+        "there; if parallel.sequence_parallel_norms is on, leave it out"
+    )
 
 
 def _of_cut(compute: Callable[[], _Result]) -> _Result:

@@ -1,10 +1,11 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""Small inputs of Transformers' models, made from what their configurations say."""
+"""Small inputs of models: of Transformers' from what their configurations say, of others from their layers."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,23 +14,25 @@ import torch
 _WORDS = 6
 _SAMPLES = 4000  # of sound: a quarter of a second, a dozen frames of wav2vec 2
 _FRAMES = 32
+_PIXELS = 64  # of models that take pictures of any size
 
 Example = dict[str, Any]  # keyword arguments of forward
 
 
 def examples_of(model: Any, ranks: int = 1) -> Iterator[Example]:
-    """Yields what the model's forward may take, the likeliest first; nothing for a model that is not Transformers'.
+    """Yields what the model's forward may take, the likeliest first.
 
     Words are so many that they divide among the ranks.
     """
     config: Any = getattr(model, "config", None)
     main = getattr(model, "main_input_name", None)
-    if config is None or not hasattr(config, "to_dict"):
-        return
     words = -(-_WORDS // ranks) * ranks
+    if config is None or not hasattr(config, "to_dict"):
+        yield from _of_layers(model, words)
+        return
     makers: dict[str, Callable[[Any], Iterator[Example]]] = {
         "input_ids": functools.partial(_texts, words=words),
-        "pixel_values": _pictures,
+        "pixel_values": functools.partial(_pictures, otherwise=_PIXELS),
         "input_values": _sounds,
         "input_features": _spectra,
     }
@@ -43,6 +46,24 @@ def examples_of(model: Any, ranks: int = 1) -> Iterator[Example]:
         }
 
 
+def _of_layers(model: torch.nn.Module, words: int) -> Iterator[Example]:
+    """Words for a model with an embedding, else what its first linear layer takes, as all arguments that it needs."""
+    parameters = list(inspect.signature(model.forward).parameters.values())
+    positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    names = [each.name for each in positional if each.default is each.empty] or [each.name for each in positional[:1]]
+    tables = [module.num_embeddings for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    linear = next((module for module in model.modules() if isinstance(module, torch.nn.Linear)), None)
+    first = next(iter(model.parameters()), None)
+    if first is None or not names:
+        return
+    if tables:
+        numbers = (torch.arange(2 * words).view(2, words) * 7 + 3) % min(tables)
+        yield dict.fromkeys(names, numbers.to(first.device))
+    elif linear is not None:
+        yield dict.fromkeys(names, waves(2, words, linear.in_features).to(first.device, first.dtype))
+        yield dict.fromkeys(names, waves(2, linear.in_features).to(first.device, first.dtype))
+
+
 def _texts(config: Any, words: int) -> Iterator[Example]:
     if _find(config, "vocab_size") is None:
         return
@@ -52,8 +73,8 @@ def _texts(config: Any, words: int) -> Iterator[Example]:
         yield {"input_ids": _words(config, words), **picture}
 
 
-def _pictures(config: Any) -> Iterator[Example]:
-    size = _find(config, "image_size") or _find(config, "video_size")
+def _pictures(config: Any, otherwise: int | None = None) -> Iterator[Example]:
+    size = _find(config, "image_size") or _find(config, "video_size") or otherwise
     if size is None:
         return
     height, width = (size, size) if isinstance(size, int) else list(size)[-2:]

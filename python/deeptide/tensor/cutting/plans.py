@@ -103,7 +103,8 @@ def own_plan(model: nn.Module) -> Plan:
                 f"not supported yet; known are {', '.join(sorted(_STYLES))}. Name the layers to cut in "
                 "tensor_parallel.partition_config"
             )
-        if cut.kind == VOCABULARY and not isinstance(module, nn.Embedding):
+        within: Any = module._modules.get("original_module", module)  # of PEFT's modules_to_save
+        if cut.kind == VOCABULARY and not isinstance(within, nn.Embedding):
             continue
         plan[path] = cut if cut.kind != LATENT else Cut(LATENT, blocks=_blocks_of_latent(model, path, module))
     return {path: cut for path, cut in plan.items() if cut.kind != WHOLE}

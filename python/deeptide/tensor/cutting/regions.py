@@ -19,7 +19,7 @@ from torch import nn
 from deeptide._C import ConfigError
 from deeptide.pipeline.cutting.order import runs_before
 from deeptide.tensor.cutting.adapters import is_adapters, layer_named
-from deeptide.tensor.cutting.plans import ADDING, COLUMN, EXPERTS, LATENT, ROW, VOCABULARY, Plan
+from deeptide.tensor.cutting.plans import ADDING, COLUMN, EXPERTS, ROW, VOCABULARY, Plan
 from deeptide.tensor.cutting.slices import as_adding
 from deeptide.tensor.layers import is_linear
 from deeptide.tensor.leaving import join_outputs_around
@@ -209,16 +209,3 @@ def _is_by_position(module: nn.Module) -> bool:
     if any(True for _ in module.children()):
         return False
     return isinstance(module, nn.Linear) or is_linear(module) or all(p.dim() <= 1 for p in module.parameters())
-
-
-def whole_parameters(model: nn.Module, chains: list[Chain], plan: Plan) -> list[str]:
-    """The names of trained parameters within the blocks of which each rank has all."""
-    blocks = tuple(f"{block}." for chain in chains for block in chain.blocks)
-    found = []
-    for name, parameter in model.named_parameters():
-        path, _, own = name.rpartition(".")
-        cut = plan.get(path)
-        is_whole = cut is None or cut.kind in (ADDING, LATENT) or (cut.kind == ROW and own == "bias")
-        if name.startswith(blocks) and is_whole and parameter.requires_grad:
-            found.append(name)
-    return found

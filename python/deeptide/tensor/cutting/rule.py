@@ -76,12 +76,17 @@ def rule_plan(model: nn.Module) -> Plan:
     if not plan:
         raise ConfigError(
             f"no layer of {type(model).__name__} is cut by rule: it has no tensor-parallel plan of its own, and none "
-            "of its layers has a known name such as q_proj or fc1. Name its layers in "
-            "tensor_parallel.partition_config.layer_specs"
+            "of its layers has a known name such as q_proj or fc1. Give split_model an example, so that its layers are "
+            "found by what flows between them, or name them in tensor_parallel.partition_config.layer_specs"
         )
-    plan.update({path: Cut(HEADS) for path, module in model.named_modules() if heads_table(path, module)})
-    plan.update(_words(model))
+    plan.update(words_and_heads(model))
     return plan
+
+
+def words_and_heads(model: nn.Module) -> Plan:
+    """The cuts of what is beside the blocks' linear layers."""
+    heads = {path: Cut(HEADS) for path, module in model.named_modules() if heads_table(path, module)}
+    return {**heads, **_words(model)}
 
 
 def _leave_heads(plan: Plan) -> None:
@@ -103,7 +108,8 @@ def _check_pairs(plan: Plan, modules: dict[str, nn.Module]) -> None:
             kind = "columns" if COLUMN in found else "rows"
             raise ConfigError(
                 f"the rule cuts {', '.join(map(repr, named))} of '{block}' by {kind} and finds no layer that goes with "
-                "them. Name the block's layers in tensor_parallel.partition_config.layer_specs"
+                "them. Give split_model an example, so that layers are found by what flows between them, or name the "
+                "block's layers in tensor_parallel.partition_config.layer_specs"
             )
 
 

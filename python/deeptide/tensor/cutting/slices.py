@@ -168,3 +168,14 @@ def as_adding(module: torch.nn.Module, team: Team) -> None:
     """Marks a layer that sees a part of the features or positions: what of it is whole gets gradients that add up."""
     module.tensor_team = team  # type: ignore[assignment]
     module.tensor_adds_up = True  # type: ignore[assignment]
+
+
+def add_up(model: torch.nn.Module, name: str, team: Team) -> None:
+    """Marks one whole parameter, by its name, as one whose gradients add up, in all modules that have it."""
+    marked = model.get_parameter(name)
+    for module in model.modules():
+        names = {own for own, parameter in module._parameters.items() if parameter is marked}
+        before = module.__dict__.get("tensor_adds_up", ())
+        if names and before is not True:
+            module.tensor_team = team  # type: ignore[assignment]
+            module.tensor_adds_up = frozenset(before) | names  # type: ignore[assignment]

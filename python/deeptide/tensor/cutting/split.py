@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
@@ -13,7 +14,8 @@ from deeptide import _C
 from deeptide._C import ConfigError
 from deeptide._process.log import say
 from deeptide.tensor.cutting import check as checks
-from deeptide.tensor.cutting.adapters import is_adapters, layer_named, with_adapters
+from deeptide.tensor.cutting.adapters import has_adapters, is_adapters, layer_named, with_adapters
+from deeptide.tensor.cutting.flow import fits, pairs_of, plan_of_pairs
 from deeptide.tensor.cutting.plans import (
     ADDING,
     COLUMN,
@@ -28,19 +30,22 @@ from deeptide.tensor.cutting.plans import (
     own_plan,
     plan_of_specs,
 )
-from deeptide.tensor.cutting.regions import chains_of, container_of, whole_parameters
-from deeptide.tensor.cutting.rule import adapt_sizes, rule_plan
-from deeptide.tensor.cutting.slices import as_adding
-from deeptide.tensor.experts import as_sliced_experts, divides
+from deeptide.tensor.cutting.regions import chains_of, container_of
+from deeptide.tensor.cutting.rule import adapt_sizes, rule_plan, words_and_heads
+from deeptide.tensor.cutting.slices import Slice, as_adding
+from deeptide.tensor.experts import as_sliced_experts, divides, slices_of_experts
 from deeptide.tensor.layers import (
     as_column,
     as_heads,
     as_latent,
+    as_own_heads,
     as_row,
     as_vocabulary,
     features_of,
     heads_table,
     is_linear,
+    slices_of_heads,
+    slices_of_layer,
 )
 from deeptide.tensor.leaving import join_outputs_around
 from deeptide.tensor.losses import CausalLoss
@@ -63,31 +68,79 @@ def split_model(
 
     What is cut: the model's own plan (Transformers' _tp_plan), else attention and MLP by names; layer_specs, as
     DeepSpeed's tensor_parallel.partition_config has them, change it, or are all there is with use_rule=False. The first
-    rank's values count. check: compares a small forward with the whole model's: of `example`, keyword arguments, or of
-    a few words, a picture or a sound for Transformers' models. sequence_parallel_norms: between attention and MLP each
-    rank has a part of the positions. Errors: ConfigError, before anything is changed but
+    rank's values count. check: compares outputs and gradients of a small run with the whole model's: of `example`,
+    keyword arguments, or of a few words, a picture or a sound for Transformers' models. sequence_parallel_norms:
+    between attention and MLP each rank has a part of the positions. Errors: ConfigError, before anything is changed but
     where the check fails.
     """
     if team_of(model) is not None:
         raise ConfigError("split_model: layers of the model are cut already")
-    plan, is_own = plan_for(model, layer_specs, use_rule)
-    if is_own:
-        plan = _without_odd_experts(model, plan, team)
-    check_plan(model, plan, team.size)
-    chains = chains_of(model, plan) if sequence_parallel_norms and team.size > 1 else []
-    deferred = _share_values(model, team)
-    names = whole_parameters(model, chains, plan)
-    whole = checks.try_whole(model, example, team, names) if check and not deferred else None
-    _apply(model, plan, team)
-    if not is_own:
-        adapt_sizes(model, plan, team.size)
-    for chain in chains:
-        chain.apply(model, team)
-    if whole is not None:
-        checks.compare(model, whole, team)
-    elif check and not deferred and team.index == team.data_rank == 0:
+    check = not _share_values(model, team) and check
+    checked = checks.Checked(model, example, team) if check else None
+    with checked.weights_come_back() if checked else nullcontext():
+        plan, is_own = _plan_by_names_or_flow(model, layer_specs, use_rule, checked, team)
+        if is_own:
+            plan = _without_odd_experts(model, plan, team)
+        check_plan(model, plan, team.size)
+        chains = chains_of(model, plan) if sequence_parallel_norms and team.size > 1 else []
+        if checked:
+            checked.take_gradients(slices_of_plan(model, plan))
+        if checked is None or checked.whole is None or checked.whole.gradients is None:
+            _check_norms_of_heads(model, plan)
+        _apply(model, plan, team)
+        if not is_own:
+            adapt_sizes(model, plan, team.size)
+        for chain in chains:
+            chain.apply(model, team)
+        if checked and checked.whole is not None:
+            checks.compare(model, checked.whole, team)
+    if checked and checked.whole is None and team.index == team.data_rank == 0:
         checks.tell_unchecked(model)
     return model
+
+
+def _plan_by_names_or_flow(
+    model: nn.Module, specs: Sequence[Any], use_rule: bool, checked: checks.Checked | None, team: Team
+) -> tuple[Plan, bool]:
+    """plan_for(), or, where names do not tell, a plan of pairs between whose layers values flow. Collective."""
+    try:
+        plan, is_own = plan_for(model, specs, use_rule)
+        error = None
+    except ConfigError as refusal:
+        plan, is_own, error = {}, False, refusal
+    if not use_rule or specs or is_own or checked is None or checked.whole is None or has_adapters(model):
+        if error is not None:
+            raise error
+        return plan, is_own
+    inputs = checked.whole.inputs
+    beside = words_and_heads(model)
+    pairs = [pair for pair in pairs_of(model, inputs) if not beside.keys() & {pair.row, *pair.columns}]
+    pairs = [pair for pair in pairs if pair.is_in_a_block] or pairs
+    if error is None and fits(plan, pairs):
+        return plan, False
+    found = plan_of_pairs(model, pairs, inputs, team)
+    if not found and error is not None:
+        raise error
+    return (_with_ties(model, {**beside, **found}), False) if found else (plan, False)
+
+
+def slices_of_plan(model: nn.Module, plan: Plan) -> dict[int, Slice]:
+    """{id of a parameter: how it will be cut}."""
+    modules = dict(model.named_modules())
+    found: dict[int, Slice] = {}
+    for path, cut in plan.items():
+        module = modules[path]
+        if cut.kind == EXPERTS:
+            slices = slices_of_experts(module)
+        elif cut.kind == HEADS:
+            slices = slices_of_heads(path, module)
+        else:
+            slices = slices_of_layer(module, cut.kind, cut.blocks)
+        for name, slice_ in slices.items():
+            parameter = getattr(module, name, None)
+            if parameter is not None:
+                found[id(parameter)] = slice_
+    return found
 
 
 def _without_odd_experts(model: nn.Module, plan: Plan, team: Team) -> Plan:
@@ -149,10 +202,19 @@ def _with_ties(model: nn.Module, plan: Plan) -> Plan:
     return plan
 
 
+def _text_config(model: Any) -> Any:
+    config = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _numbers_of_heads(model: nn.Module) -> set[int]:
+    found = [getattr(_text_config(model), name, None) for name in _HEADS]
+    return {number for number in found if isinstance(number, int)}
+
+
 def check_plan(model: nn.Module, plan: Plan, size: int) -> None:
     """Everything that can be known before a parameter changes."""
-    config = getattr(model, "config", None)
-    config = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
+    config = _text_config(model)
     for name in _HEADS:
         heads = getattr(config, name, None)
         if isinstance(heads, int) and heads % size:
@@ -195,9 +257,7 @@ def _apply(model: nn.Module, plan: Plan, team: Team) -> None:
         elif cut.kind == LATENT:
             as_latent(module, team, cut.blocks)
         elif cut.kind == HEADS:
-            table = heads_table(path, module)
-            assert table is not None
-            as_heads(module, table, team)
+            as_heads(path, module, team)
         elif cut.kind == VOCABULARY:
             assert isinstance(module, nn.Embedding)
             as_vocabulary(module, team)
@@ -207,14 +267,39 @@ def _apply(model: nn.Module, plan: Plan, team: Team) -> None:
     _compute_loss_in_parts(model, plan, team)
 
 
+def _owners_of_columns(plan: Plan) -> list[str]:
+    """The modules that have layers of some of whose features each rank computes, in the plan's order."""
+    columns = [path for path, cut in plan.items() if cut.kind == COLUMN and not cut.meets_whole]
+    return list(dict.fromkeys(layer_named(path).rpartition(".")[0] for path in columns if not is_adapters(path)))
+
+
+def _check_norms_of_heads(model: nn.Module, plan: Plan) -> None:
+    """Runs if gradients are not compared. Errors: ConfigError for a norm over a head's features that nothing sums."""
+    modules = dict(model.named_modules())
+    for owner in _owners_of_columns(plan):
+        features = getattr(modules[owner], "head_dim", None)
+        if any(plan[path].kind == LATENT for path in plan if path.startswith(f"{owner}.")):
+            continue  # its norms are over latents, which all ranks have
+        for path, module in modules[owner].named_modules(prefix=owner):
+            for name, parameter in module._parameters.items():
+                is_norm = parameter is not None and parameter.dim() == 1 and not is_linear(module)
+                if is_norm and path not in plan and parameter.numel() == features:  # type: ignore[union-attr]
+                    raise ConfigError(
+                        f"'{path}.{name}' is a norm over a head's features, so each rank would have a part of its "
+                        "gradient, and the start's check, which would find that the parts add up, does not run: build "
+                        "the model without zero.Init, leave parallel.tensor_check out, give split_model an example, or "
+                        f"add '{path}': 'replicated_with_grad_allreduce' to the model's _tp_plan"
+                    )
+
+
 def _join_heads(model: nn.Module, plan: Plan, team: Team) -> None:
     """Attention's weights are of each rank's heads, and leave the model whole if the program asks for them."""
     modules = dict(model.named_modules())
-    columns = [path for path, cut in plan.items() if cut.kind == COLUMN and not cut.meets_whole]
-    owners = dict.fromkeys(layer_named(path).rpartition(".")[0] for path in columns if not is_adapters(path))
+    owners = _owners_of_columns(plan)
     for path in owners:
         if "Attention" in type(modules[path]).__name__:
             as_attention(modules[path], team)
+            as_own_heads(modules[path], _numbers_of_heads(model), team)
             container = container_of(path, modules)
             join_outputs_around(model, path if container is None else container)
 
@@ -230,4 +315,4 @@ def _compute_loss_in_parts(model: Any, plan: Plan, team: Team) -> None:
         model.loss_function = CausalLoss(model.loss_function, team)
 
 
-__all__ = ["check_plan", "plan_for", "split_model"]
+__all__ = ["check_plan", "plan_for", "slices_of_plan", "split_model"]

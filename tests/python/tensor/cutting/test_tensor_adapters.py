@@ -55,10 +55,10 @@ def make(kind, **more):
     return models.make_model(kind=build)
 
 
-def train(world, kind, stage, axis, by_parts=False):
+def train(world, kind, stage, axis, by_parts=False, saved=None):
     parallel = {"parallel": {axis: 2, "sequence_parallel_norms": by_parts}} if axis else {}
     settings = {**models.config(stage, micro=MICRO), **parallel}
-    engine = deeptide.initialize(model=make(kind), config=settings, world=world)[0]
+    engine = deeptide.initialize(model=make(kind, modules_to_save=saved), config=settings, world=world)[0]
     rank, ranks = cut.batch_rank(engine) if axis != "pipeline" else (0, 1)
     losses, norms = [], []
     for tokens, _ in models.batches(STEPS, MICRO * ranks, vocab=VOCAB, length=LENGTH):
@@ -90,6 +90,18 @@ def test_lora_trains_as_on_the_whole_model(kind, stage, by_parts):
             continue
         assert not torch.equal(value, before[name])
         cut.near(cut.moved(name, before, shared[0][2]), cut.moved(name, before, whole[2]), 2e-2, name, 1e-4)
+
+
+@pytest.mark.parametrize("saved", ["lm_head", "embed_tokens"])
+def test_modules_to_save_are_cut_beside_their_originals_and_train_as_whole_ones(saved):
+    kind = "llama, by its plan"
+    whole = run_ranks(1, train, kind, 0, None, False, [saved])[0]
+    shared = run_ranks(2, train, kind, 0, "tensor", False, [saved])
+    cut.near(shared[0][0], whole[0], 1e-5, "losses")
+    before = make(kind, modules_to_save=[saved]).state_dict()
+    (name,) = (name for name in before if name.endswith(f"{saved}.modules_to_save.default.weight"))
+    assert not torch.equal(whole[2][name], before[name])
+    cut.near(cut.moved(name, before, shared[0][2]), cut.moved(name, before, whole[2]), 2e-2, name, 1e-4)
 
 
 def test_other_adapters_are_refused_by_name():
