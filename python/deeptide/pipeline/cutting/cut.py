@@ -22,6 +22,7 @@ from deeptide.pipeline.cutting.calls import Calls
 from deeptide.pipeline.cutting.chunks import starts_of
 from deeptide.pipeline.cutting.ties import Place, Tie, Ties
 from deeptide.pipeline.cutting.uncut import Exchange, Uncut
+from deeptide.pipeline.errors import NotCopied
 from deeptide.pipeline.passing.elsewhere import Elsewhere, ElsewhereError
 from deeptide.pipeline.passing.hidden import Hidden, Repeated, state_of
 from deeptide.pipeline.passing.passage import Passage, kind_of, stage_blocks
@@ -58,7 +59,7 @@ class _Taken:
             own.update(held)
 
 
-class BlockCut:
+class BlockCut(NotCopied):
     """One stage's part of a model that is cut along its chain of blocks. The model keeps its own forward.
 
     An encoder and a decoder are one chain. Parameters before the blocks belong to the first stage, those after them to

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from deeptide._model.recomputation import in_backward, kept_as_they_are
 from deeptide.pipeline.cutting.digest import digest
-from deeptide.pipeline.errors import PipelineError
+from deeptide.pipeline.errors import NotCopied, PipelineError
 from deeptide.pipeline.passing.carried import CARRIED, completed, is_carried, placed, take_in
 from deeptide.pipeline.passing.derived import Derived
 from deeptide.pipeline.passing.elsewhere import Elsewhere, ElsewhereError, MadeElsewhere, elsewhere_in, with_received
@@ -59,7 +59,7 @@ class _NoDraws(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Block:
+class _Block(NotCopied):
     """One block, as a passage knows it: one call of a module, which has others where it is called `again`."""
 
     def __init__(self, number: int, module: torch.nn.Module) -> None:
