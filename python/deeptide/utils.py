@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from deeptide import _C
 from deeptide._C import ConfigError
 from deeptide._model import publishing
+from deeptide._model.names import namer
 from deeptide.data import RepeatingLoader
 
 if TYPE_CHECKING:
@@ -51,8 +52,9 @@ _ROLES = {
 def register(engine: Engine) -> None:
     """Makes the functions below know the engine's parameters."""
     reference = weakref.ref(engine)
+    plain = namer(engine.module)
     for name, parameter in engine.module.named_parameters():
-        _owners[parameter] = (reference, name)
+        _owners[parameter] = (reference, plain(name))
     publishing.follow(engine)
 
 

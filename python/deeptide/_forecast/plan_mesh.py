@@ -17,6 +17,7 @@ from torch import nn
 from deeptide import _C, zero
 from deeptide._C import Config, ConfigError
 from deeptide._model.describe import describe, parameter_names
+from deeptide._model.names import namer
 from deeptide._optimizers.groups import OptimizerSource, ParametersSource, plan_optimizer
 from deeptide.pipeline.cutting.along import find_cut
 from deeptide.pipeline.cutting.blocks import numbered_blocks, stages_of, uses_of_parameters
@@ -114,7 +115,8 @@ class Parts:
         if stage not in self._parts:
             description = describe(self._model, functools.partial(self._held_by, stage))
             parameters = self._model.named_parameters(remove_duplicate=False)
-            names = {name for name, parameter in parameters if self._users[id(parameter)][0] == stage}
+            plain = namer(self._model)
+            names = {plain(name) for name, parameter in parameters if self._users[id(parameter)][0] == stage}
             self._parts[stage] = Part(description, names, self._slices_of(names))
         return self._parts[stage]
 
@@ -125,7 +127,9 @@ class Parts:
     def _slices_of(self, names: set[str]) -> list[tuple[str, int, list[int]]]:
         """(name, dimension, blocks in the whole) of those parameters that are slices."""
         found = []
-        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+        plain = namer(self._model)
+        for given, parameter in self._model.named_parameters(remove_duplicate=False):
+            name = plain(given)
             cut = self._slices.get(id(parameter))
             if cut is not None and name in names:
                 found.append((name, cut.dim, list(cut.blocks)))

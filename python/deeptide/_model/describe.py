@@ -12,6 +12,7 @@ import torch
 
 from deeptide import _C
 from deeptide._C import ConfigError
+from deeptide._model.names import inner_of, namer
 
 
 def check_model(model: object) -> torch.nn.Module:
@@ -26,8 +27,9 @@ def check_model(model: object) -> torch.nn.Module:
 def parameter_names(model: torch.nn.Module) -> dict[int, str]:
     """{id of a parameter: its first name}."""
     names: dict[int, str] = {}
+    plain = namer(model)
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), name)
+        names.setdefault(id(parameter), plain(name))
     return names
 
 
@@ -40,11 +42,14 @@ def device_of(model: torch.nn.Module) -> torch.device:
 def describe(
     model: torch.nn.Module, held: Callable[[str, torch.Tensor], torch.Tensor | None] | None = None
 ) -> _C.ModelDescription:
-    """The model's parameters, buffers and modules by name, every name of a shared one.
+    """The model's parameters, buffers and modules by name, every name of a shared one. Wrappers are left out.
 
     held(name, parameter): what a rank has in its place; None: nothing.
     """
-    parameters: list[tuple[str, torch.Tensor]] = list(model.named_parameters(remove_duplicate=False))
+    plain = namer(model)
+    parameters: list[tuple[str, torch.Tensor]] = [
+        (plain(name), parameter) for name, parameter in model.named_parameters(remove_duplicate=False)
+    ]
     if held is not None:
         mine = [(name, held(name, parameter)) for name, parameter in parameters]
         parameters = [(name, parameter) for name, parameter in mine if parameter is not None]
@@ -52,8 +57,10 @@ def describe(
     buffers: list[tuple[str, torch.Tensor]] = []
     transient: list[tuple[str, torch.Tensor]] = []
     in_fp32: list[tuple[str, str, bool]] = []
-    for path, module in model.named_modules(remove_duplicate=False):
-        modules.append((path, type(module).__name__))
+    for wrapped, module in model.named_modules(remove_duplicate=False):
+        path = plain(wrapped)
+        if not inner_of(module):
+            modules.append((path, type(module).__name__))
         in_fp32 += _wanted_in_fp32(path, module)
         for name, buffer in module.named_buffers(recurse=False):
             kind = transient if name in module._non_persistent_buffers_set else buffers

@@ -10,14 +10,16 @@ from typing import Any
 import torch
 
 from deeptide._C import CheckpointError
+from deeptide._model.names import namer
 
 
 def _modules_with(model: torch.nn.Module, method: str) -> Iterator[tuple[str, torch.nn.Module]]:
     """(torch's key, module) of each module whose class overrides `method`, for every name of a shared one."""
     plain = getattr(torch.nn.Module, method)
+    name_of = namer(model)
     for path, module in model.named_modules(remove_duplicate=False):
         if getattr(type(module), method, plain) is not plain:
-            yield f"{path}._extra_state" if path else "_extra_state", module
+            yield name_of(f"{path}._extra_state" if path else "_extra_state"), module
 
 
 def read_extra_states(model: torch.nn.Module) -> dict[str, Any]:

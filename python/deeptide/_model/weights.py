@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from deeptide import _C
+from deeptide._model.names import namer
 
 
 class LoadedWeights(NamedTuple):
@@ -32,6 +33,8 @@ def load_weights(model: torch.nn.Module, path: str | os.PathLike[str], strict: b
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 targets.append((f"{prefix}.{name}" if prefix else name, buffer))
+    plain = namer(model)
+    targets = [(plain(name), tensor) for name, tensor in targets]
     return LoadedWeights(*_C.load_weights(targets, os.fspath(path), strict))
 
 

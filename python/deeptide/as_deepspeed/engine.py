@@ -16,6 +16,7 @@ import torch.distributed as dist
 from deeptide import _C
 from deeptide._C import Config, ConfigError, StepOutcome
 from deeptide._model.describe import whole_afterwards
+from deeptide._model.names import namer
 from deeptide.as_deepspeed import NotSupportedError
 from deeptide.as_deepspeed._answers import CONSTANTS, KEYS, ZERO, EngineAnswers, answer
 from deeptide.as_deepspeed.checkpoint import client_state as _client_state
@@ -303,9 +304,11 @@ class DeepSpeedEngine(EngineAnswers, BatchSizeMethods, Engine, torch.nn.Module):
         else:
             state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         if exclude_frozen_parameters:
+            plain = namer(self.module)
             for name, parameter in self.module.named_parameters(remove_duplicate=False):
                 if not parameter.requires_grad:
                     state.pop(prefix + name, None)
+                    state.pop(prefix + plain(name), None)
         return state
 
     def load_module_state_dict(

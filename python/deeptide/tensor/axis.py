@@ -14,6 +14,7 @@ import torch
 from deeptide import _C
 from deeptide._C import Config, ConfigError, World
 from deeptide._model.describe import device_of
+from deeptide._model.names import namer
 from deeptide._process import generators
 from deeptide.tensor.cutting.slices import Slice, adding_names, slices_of
 from deeptide.tensor.cutting.split import split_model
@@ -142,4 +143,4 @@ def options_of(model: torch.nn.Module, team: Team | None) -> dict[str, Any]:
     if team is None:
         return {}
     slices = [(name, slice_.dim, list(slice_.blocks)) for name, slice_ in slices_of(model)]
-    return {"team": team.core, "slices": slices, "adding": list(adding_names(model))}
+    return {"team": team.core, "slices": slices, "adding": list(map(namer(model), adding_names(model)))}

@@ -14,6 +14,7 @@ import torch
 from deeptide import checkpoint
 from deeptide._C import CheckpointReader
 from deeptide._model.extra_state import read_extra_states
+from deeptide._model.names import namer
 
 if TYPE_CHECKING:
     from deeptide.as_deepspeed.engine import DeepSpeedEngine
@@ -68,7 +69,9 @@ def whole_weights(engine: DeepSpeedEngine, exclude_frozen: bool = False) -> dict
     for name, value in extra.items():
         state[name] = value.detach().clone().cpu() if isinstance(value, torch.Tensor) else value
     first: dict[int, str] = {}
-    for name, parameter in engine.module.named_parameters(remove_duplicate=False):
+    plain = namer(engine.module)
+    for given, parameter in engine.module.named_parameters(remove_duplicate=False):
+        name = plain(given)
         if exclude_frozen and not parameter.requires_grad:  # also what was frozen since initialize
             state.pop(name, None)
         elif name in state:

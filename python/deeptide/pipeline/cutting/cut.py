@@ -23,6 +23,7 @@ from deeptide.pipeline.cutting.chunks import starts_of
 from deeptide.pipeline.cutting.shared_buffers import SharedBuffers
 from deeptide.pipeline.cutting.ties import Place, Tie, Ties
 from deeptide.pipeline.cutting.uncut import Exchange, Uncut
+from deeptide.pipeline.errors import NotCopied
 from deeptide.pipeline.passing.elsewhere import Elsewhere, ElsewhereError
 from deeptide.pipeline.passing.hidden import Hidden, Repeated, state_of
 from deeptide.pipeline.passing.kinds import Kinds
@@ -60,7 +61,7 @@ class _Taken:
             own.update(held)
 
 
-class BlockCut:
+class BlockCut(NotCopied):
     """One stage's part of a model that is cut along its chain of blocks. The model keeps its own forward.
 
     An encoder and a decoder are one chain. Parameters before the blocks belong to the first stage, those after them to

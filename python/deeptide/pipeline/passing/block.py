@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from deeptide.pipeline.errors import NotCopied
 from deeptide.pipeline.passing.given import Outputs
 
 
-class Block:
+class Block(NotCopied):
     """One call of a module, which has others where it is called `again`."""
 
     def __init__(self, number: int, module: torch.nn.Module) -> None:

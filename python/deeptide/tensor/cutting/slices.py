@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from deeptide import _C
+from deeptide._model.names import namer
 from deeptide.tensor.team import Team
 
 _PART = 1 << 20  # elements of a weight that are whole at a time
@@ -94,9 +95,10 @@ def slices_of(module: torch.nn.Module) -> Iterator[tuple[str, Slice]]:
     for child in module.modules():
         for name, slice_ in child.__dict__.get("tensor_slices", {}).items():
             cuts[id(getattr(child, name))] = slice_
+    plain = namer(module)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if id(parameter) in cuts:
-            yield name, cuts[id(parameter)]
+            yield plain(name), cuts[id(parameter)]
 
 
 def adding_names(module: torch.nn.Module) -> Iterator[str]:
