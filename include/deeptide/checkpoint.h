@@ -38,6 +38,9 @@ class DEEPTIDE_API CheckpointReader {
   /// Opens `<directory>/<tag>`; without a tag the latest, or `directory` itself if it has a manifest.
   /// Errors: CheckpointError when it is missing, truncated or malformed.
   explicit CheckpointReader(const std::string& directory, const std::string& tag = "");
+  /// The same, or DeepSpeed's checkpoint of that name. Not in programs without torch's libraries.
+  /// Errors: CheckpointError; also for a checkpoint of DeepSpeed's that is not read here, with the cure.
+  static CheckpointReader open(const std::string& directory, const std::string& tag = "");
 
   const std::string& folder() const;
   int world_size() const;
@@ -64,6 +67,8 @@ class DEEPTIDE_API CheckpointReader {
   const Parts& parts() const { return *parts_; }
 
  private:
+  explicit CheckpointReader(std::shared_ptr<const Parts> parts) : parts_(std::move(parts)) {}
+
   std::shared_ptr<const Parts> parts_;
 };
 

@@ -30,6 +30,8 @@ class DEEPTIDE_API WeightFile {
   WeightFile(WeightFile&&) noexcept;
   WeightFile& operator=(WeightFile&&) noexcept;
 
+  /// Renames what is of a base model for a model with a head that has `names`, or the other way round.
+  void fit(const std::vector<std::string>& names);
   /// In the order of their names.
   std::vector<std::string> names() const;
   bool has(const std::string& name) const;
@@ -49,10 +51,11 @@ struct LoadedWeights {
   std::vector<std::string> unexpected;  // of the file's tensors
 };
 
-/// Copies tensors into parameters and buffers of `model` of equal names, cast to their types. A parameter that is tied
-/// to a loaded one is not missing. Before the Engine exists; under zero::Init nothing is read until the Engine binds
-/// the parameters, unit by unit. Ranks of a host read the same pages.
-/// Errors: CheckpointError on other shapes, with nothing copied; with `strict`, also on missing and unexpected names.
+/// Copies tensors into parameters and buffers of `model` of equal names, cast to their types. Weights of a base model
+/// fit a model with a head, and the other way round, as for from_pretrained. A parameter that is tied to a loaded one
+/// is not missing. Before the Engine exists; under zero::Init nothing is read until the Engine binds the parameters,
+/// unit by unit. Ranks of a host read the same pages. Errors: CheckpointError on other shapes, with nothing copied;
+/// with `strict`, also on missing and unexpected names.
 DEEPTIDE_API LoadedWeights load_weights(torch::nn::Module& model, const std::string& path, bool strict = true);
 /// The same into tensors by name.
 DEEPTIDE_API LoadedWeights load_weights(const std::vector<NamedTensor>& targets, const std::string& path,

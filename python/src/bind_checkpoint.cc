@@ -89,7 +89,7 @@ void bind_records(py::module_& module) {
 void bind_checkpoint(py::module_& module) {
   bind_records(module);
   py::class_<CheckpointReader>(module, "CheckpointReader", "A checkpoint of any number of ranks, read without them.")
-      .def(py::init<const std::string&, const std::string&>(), py::arg("directory"), py::arg("tag") = "", NoGil())
+      .def(py::init(&CheckpointReader::open), py::arg("directory"), py::arg("tag") = "", NoGil())
       .def_property_readonly("folder", &CheckpointReader::folder)
       .def_property_readonly("world_size", &CheckpointReader::world_size)
       .def_property_readonly("global_steps", &CheckpointReader::global_steps)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
@@ -22,7 +23,9 @@ _PARTS: tuple[tuple[str, str, Callable[[dict[str, float]], float]], ...] = (
 )
 _ROLE_COLOURS = ("#2563eb", "#7c3aed", "#ea580c", "#ca8a04", "#16a34a", "#0891b2", "#db2777", "#64748b")
 _Series = Sequence[tuple[str, str, Sequence[float]]]  # name, colour, a value per step
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 560, 220, 58, 26, 10
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 560, 240, 72, 44, 10
+_MOST_POINTS = 800  # of a curve: more than a screen shows
+_MOST_VALUES = 120  # that can be read by pointing at them, of one chart
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1f2937; --soft: #6b7280; --line: #e5e7eb; --card: #fff; --page: #f8fafc; }
@@ -35,7 +38,8 @@ h1 { font-size: 24px; margin: 0 0 4px; } h2 { font-size: 16px; margin: 0 0 8px; 
 p.soft, .soft { color: var(--soft); }
 .limit { background: var(--card); border-left: 4px solid #ea580c; padding: 12px 16px; margin: 12px 0;
          border-radius: 6px; }
-.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(440px, 1fr)); gap: 16px; margin: 16px 0; }
+.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); gap: 16px;
+        margin: 16px 0; }
 .card { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 16px; overflow-x: auto; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; margin: 16px 0; }
 .tile { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 10px 14px; }
@@ -47,7 +51,10 @@ tr.late td { color: #ea580c; font-weight: 600; }
 svg { width: 100%; height: auto; display: block; } svg text { fill: var(--soft); font-size: 11px; }
 svg .axis { stroke: var(--line); } .legend span { margin-right: 14px; white-space: nowrap; }
 .legend i { display: inline-block; width: 10px; height: 10px; border-radius: 2px; margin-right: 5px; }
-pre { white-space: pre-wrap; font-size: 12.5px; margin: 0; } summary { cursor: pointer; }
+svg .hover { fill: transparent; } svg .hover:hover { fill: var(--soft); fill-opacity: .18; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: 12.5px; margin: 0; } summary { cursor: pointer; }
+@media (max-width: 600px) { body { padding: 10px; } .card { padding: 10px; } svg text { font-size: 16px; }
+  .tiles { grid-template-columns: repeat(2, 1fr); } th, td { padding: 4px 5px; } }
 """
 
 
@@ -106,13 +113,59 @@ class _Axes:
             x = self.x(tick)
             anchor = "end" if x > _WIDTH - 24 else "middle"
             label_x = escape(number(tick, 6))
-            lines.append(f'<text x="{x:.1f}" y="{_HEIGHT - 8}" text-anchor="{anchor}">{label_x}</text>')
+            lines.append(f'<text x="{x:.1f}" y="{_HEIGHT - 24}" text-anchor="{anchor}">{label_x}</text>')
+        lines.append(f'<text x="{(_LEFT + _WIDTH) / 2:.0f}" y="{_HEIGHT - 6}" text-anchor="middle">step</text>')
         return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{"".join(lines)}{body}</svg>'
+
+
+def _fewer(points: Sequence[tuple[float, float]], most: int = _MOST_POINTS) -> list[tuple[float, float]]:
+    """At most so many points, in order: the lowest and the highest of each stretch of steps, so that peaks stay."""
+    if len(points) <= most:
+        return list(points)
+    width = math.ceil(2 * len(points) / (most - 2))
+    kept = [points[0]]
+    for begin in range(0, len(points), width):
+        stretch = points[begin : begin + width]
+        kept += sorted({min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])})
+    return [*kept, points[-1]]
+
+
+def _hovers(axes: _Axes, steps: Sequence[float], text: Callable[[int], str]) -> str:
+    """Strips over a chart that show a step's values when a reader points at them. text: of the step at an index."""
+    chosen = range(0, len(steps), max(1, math.ceil(len(steps) / _MOST_VALUES)))
+    places = [axes.x(steps[i]) for i in chosen]
+    edges = [_LEFT, *((a + b) / 2 for a, b in itertools.pairwise(places)), _WIDTH - 8]
+    return "".join(
+        f'<rect class="hover" x="{left:.1f}" y="{_TOP}" width="{max(right - left, 1):.1f}" '
+        f'height="{_HEIGHT - _BOTTOM - _TOP}"><title>{escape(text(i))}</title></rect>'
+        for i, (left, right) in zip(chosen, itertools.pairwise(edges), strict=True)
+    )
 
 
 def _legend(items: Sequence[tuple[str, str]]) -> str:
     spans = "".join(f'<span><i style="background:{colour}"></i>{escape(name)}</span>' for name, colour in items)
     return f'<div class="legend soft">{spans}</div>'
+
+
+def _strokes(count: int) -> list[str]:
+    return (
+        ['stroke-width="1.8"']
+        if count < 2
+        else ['stroke-width="4" opacity=".55"', 'stroke-width="1.6" stroke-dasharray="7 3"']
+    )
+
+
+def _marks(axes: _Axes, run: Run) -> str:
+    """A triangle for each skipped step, or for those that fall on one place."""
+    body, drawn = "", set()
+    for line in run.steps:
+        x, y = round(axes.x(line["step"])), _HEIGHT - _BOTTOM
+        if line["applied"] or x in drawn:
+            continue
+        drawn.add(x)
+        why = escape(line.get("reason", ""))
+        body += f'<path fill="#dc2626" d="M{x - 4},{y} h8 l-4,-8 z"><title>step {line["step"]}: {why}</title></path>'
+    return body
 
 
 def _curve(
@@ -128,16 +181,23 @@ def _curve(
         return ""
     axes = _Axes([x for x, _ in flat], [y for _, y in flat])
     body = ""
-    for run, finite, colour in zip(runs, series, _COLOURS, strict=False):
-        path = " ".join(f"{axes.x(x):.1f},{axes.y(y):.1f}" for x, y in finite)
-        body += f'<polyline fill="none" stroke="{colour}" stroke-width="1.8" points="{path}"/>'
-        for line in run.steps if marks else ():
-            if not line["applied"]:
-                x, y = axes.x(line["step"]), _HEIGHT - _BOTTOM
-                body += (
-                    f'<path fill="#dc2626" d="M{x - 4:.1f},{y} h8 l-4,-8 z"><title>step {line["step"]}: '
-                    f"{escape(line.get('reason', ''))}</title></path>"
-                )
+    steps = sorted({x for x, _ in flat})
+    values = [dict(finite) for finite in series]
+
+    def text(index: int) -> str:
+        of_runs = [
+            (run.name, found[steps[index]]) for run, found in zip(runs, values, strict=False) if steps[index] in found
+        ]
+        shown = [f"{name}: {number(y)}" if len(runs) > 1 else number(y) for name, y in of_runs]
+        return f"step {number(steps[index], 6)}: {', '.join(shown)}"
+
+    # The first curve is wide and the second a thin line of dashes upon it: equal ones are both seen.
+    for finite, colour, stroke in zip(series, _COLOURS, _strokes(len(runs)), strict=False):
+        path = " ".join(f"{axes.x(x):.1f},{axes.y(y):.1f}" for x, y in _fewer(finite))
+        body += f'<polyline fill="none" stroke="{colour}" {stroke} points="{path}"/>'
+    body += _hovers(axes, steps, text)
+    for run in runs if marks else ():
+        body += _marks(axes, run)
     names = [(run.name, colour) for run, colour in zip(runs, _COLOURS, strict=False)]
     if marks and any(run.skipped for run in runs):
         names.append(("skipped step", "#dc2626"))
@@ -149,6 +209,14 @@ def _stacked(title: str, steps: Sequence[int], series: _Series, label: Callable[
     tops = sorted(map(sum, zip(*(values for _, _, values in series), strict=True)))
     axes = _Axes(steps, tops[: max(1, int(0.98 * len(tops)))], True)
     body = ""
+    every = max(1, math.ceil(len(steps) / (_MOST_POINTS // 2)))
+    whole, all_steps = series, steps
+    if every > 1:  # means of stretches of steps
+        steps = [steps[begin] for begin in range(0, len(steps), every)]
+        series = [
+            (name, colour, [statistics.fmean(values[b : b + every]) for b in range(0, len(values), every)])
+            for name, colour, values in series
+        ]
     below = [0.0] * len(steps)
     for name, colour, values in series:
         above = [low + max(value, 0.0) for low, value in zip(below, values, strict=True)]
@@ -159,6 +227,12 @@ def _stacked(title: str, steps: Sequence[int], series: _Series, label: Callable[
         points = " ".join(upper + lower[::-1])
         body += f'<polygon fill="{colour}" opacity=".85" points="{points}"><title>{escape(name)}</title></polygon>'
         below = above
+
+    def text(index: int) -> str:
+        parts = ", ".join(f"{name} {label(values[index])}" for name, _, values in whole)
+        return f"step {number(all_steps[index], 6)}: {parts}"
+
+    body += _hovers(axes, all_steps, text)
     legend = _legend([(name, colour) for name, colour, _ in series])
     return f'<div class="card"><h2>{escape(title)}</h2>{axes.drawing(body, label)}{legend}</div>'
 
@@ -241,11 +315,17 @@ def _tiles(runs: Sequence[Run]) -> str:
     return f'<div class="tiles">{tiles}</div>'
 
 
+def _origin(run: Run) -> str:
+    """The configuration's file, or that the program gave it."""
+    origin = str(run.start.get("origin", ""))
+    return "given by the program, as a dict" if origin == "<dict>" else origin
+
+
 def _configuration(run: Run) -> str:
     decided = "".join(f"<li>{escape(line)}</li>" for line in run.start.get("decisions", []))
     return (
         f'<div class="card"><h2>Configuration of {escape(run.name)}</h2>'
-        f"<p class=soft>{escape(run.start.get('origin', ''))}</p>"
+        f"<p class=soft>{escape(_origin(run))}</p>"
         f"<h2>What was decided, and why</h2><pre>{escape(run.start.get('summary', ''))}</pre><ul>{decided}</ul>"
         f"<details><summary>as given</summary><pre>{escape(run.start.get('config', ''))}</pre></details></div>"
     )

@@ -70,6 +70,9 @@ class PackingCollator:
     "position_ids" (R, L): from 0 in each sequence;
     "sequence_ids" (R, L): 0, 1, … in a row, -1 for padding;
     "attention_mask" (R, 1, L, L): block_diagonal_mask of them, unless mask_dtype is None.
+    The default is a mask that is added to scores, as Transformers' "eager", "sdpa" and "flex_attention" all read it:
+    "eager" adds a bool one as 0 and 1, which masks nothing. "flash_attention_2" reads none: give None, and it tells
+    sequences apart by "position_ids".
     With `causal`, the mask is, and a sequence's first label is -100: the token before it belongs to another sequence.
     """
 
@@ -78,7 +81,7 @@ class PackingCollator:
         row_length: int,
         pad_token_id: int = 0,
         causal: bool = False,
-        mask_dtype: torch.dtype | None = torch.bool,
+        mask_dtype: torch.dtype | None = torch.float32,
     ) -> None:
         self._length = row_length
         self._pad = {"input_ids": pad_token_id, "labels": IGNORED}

@@ -27,13 +27,8 @@ std::set<std::string> texts_of(const PickleValue* list) {
   return texts;
 }
 
-const PickleValue* list_in(const TorchFile& model, const char* key) {
-  const PickleValue* found = model.root().find(key);
-  return found == nullptr || found->is(Kind::none) ? nullptr : found;
-}
-
 int64_t degree(const TorchFile& model, const char* key) {
-  const PickleValue* degrees = list_in(model, "checkpoint_parallel_dimensions");
+  const PickleValue* degrees = model.root().find("checkpoint_parallel_dimensions");
   const PickleValue* found = degrees == nullptr ? nullptr : degrees->find(key);
   return found == nullptr ? 0 : std::max<int64_t>(integer_in(model, *found), 0);
 }
@@ -108,7 +103,7 @@ DeepspeedModel::DeepspeedModel(const std::string& path) : folder_(list_deepspeed
   count_parts();
   modules_.resize(static_cast<size_t>(num_slices_));
   for (int64_t slice = 0; slice < num_slices_; ++slice) read_module(slice);
-  const PickleValue* info = list_in(first(), "universal_checkpoint_info");
+  const PickleValue* info = first().root().find("universal_checkpoint_info");
   slices_ = std::make_unique<TensorSlices>(first(), info, num_slices_);
   note_shapes();
 }
@@ -136,7 +131,7 @@ void DeepspeedModel::count_parts() {
 Sizes DeepspeedModel::trained_sizes(int64_t slice) const {
   Sizes sizes;
   for (int64_t stage = 0; stage < num_stages_; ++stage) {
-    if (const PickleValue* groups = list_in(file(stage, slice), "param_shapes")) {
+    if (const PickleValue* groups = file(stage, slice).root().find("param_shapes")) {
       for (const PickleValue* group : groups->items) {
         for (const auto& [name, shape] : shapes_of_group(file(stage, slice), *group)) {
           sizes[name] = numel_of(shape, folder_.path);
@@ -165,8 +160,8 @@ Sizes DeepspeedModel::trained_sizes(int64_t slice) const {
 void DeepspeedModel::read_module(int64_t slice) {
   std::set<std::string> buffers, aliases;
   for (int64_t stage = 0; stage < num_stages_; ++stage) {
-    buffers.merge(texts_of(list_in(file(stage, slice), "buffer_names")));
-    aliases.merge(texts_of(list_in(file(stage, slice), "shared_params")));
+    buffers.merge(texts_of(file(stage, slice).root().find("buffer_names")));
+    aliases.merge(texts_of(file(stage, slice).root().find("shared_params")));
   }
   Collector collector(buffers, modules_[static_cast<size_t>(slice)]);
   const Sizes trained = folder_.layers.empty() ? Sizes() : trained_sizes(slice);
@@ -180,7 +175,7 @@ void DeepspeedModel::read_module(int64_t slice) {
     }
   }
   for (int64_t stage = 0; stage < num_stages_; ++stage) {
-    const PickleValue* module = list_in(file(stage, slice), "module");
+    const PickleValue* module = file(stage, slice).root().find("module");
     if (module == nullptr || !module->is_mapping()) continue;
     for (const auto& [name, value] : module->entries) {
       if (!name->is(Kind::text) || aliases.contains(name->text)) continue;
@@ -191,7 +186,7 @@ void DeepspeedModel::read_module(int64_t slice) {
 
 std::map<std::string, Shape> DeepspeedModel::shapes(int64_t stage, int64_t slice) const {
   std::map<std::string, Shape> shapes;
-  if (const PickleValue* groups = list_in(file(stage, slice), "param_shapes")) {
+  if (const PickleValue* groups = file(stage, slice).root().find("param_shapes")) {
     for (const PickleValue* group : groups->items) {
       for (auto& [name, shape] : shapes_of_group(file(stage, slice), *group)) shapes.emplace(name, std::move(shape));
     }
@@ -208,7 +203,7 @@ void DeepspeedModel::note_shapes() {
   for (int64_t slice = 0; slice < num_slices_; ++slice) {
     for (int64_t stage = 0; stage < num_stages_; ++stage) {
       for (const auto& [name, shape] : shapes(stage, slice)) slices_->note(name, slice, shape);
-      if (const PickleValue* frozen = list_in(file(stage, slice), "frozen_param_shapes")) {
+      if (const PickleValue* frozen = file(stage, slice).root().find("frozen_param_shapes")) {
         for (const auto& [name, shape] : shapes_of_group(file(stage, slice), *frozen)) {
           slices_->note(name, slice, shape);
         }

@@ -114,14 +114,60 @@ void place(const RankFile& rank, const std::vector<Flat>& flats, const Part& par
   if (placed < count) malformed(rank.file.path(), "its flat tensors end within '" + part.name + "'");
 }
 
-/// Stages 1 and 2. `reached`: elements of each parameter that lower ranks have. `earlier`: parameters that are tied to
-/// those of an earlier stage of the pipeline, which has them.
-void read_ranges(const RankFile& rank, const std::map<std::string, Shape>& shapes, const PickleValue& states,
-                 const std::set<std::string>& earlier, std::map<std::string, int64_t>& reached, ForeignTable& table) {
+/// What lower ranks of a part have, and what an earlier stage of the pipeline has that this one is tied to.
+struct Before {
+  std::vector<int64_t> flats;              // elements of each group's flat tensor
+  std::map<std::string, int64_t> reached;  // of each parameter
+  const std::set<std::string>& tied;
+};
+
+/// The parts of a group that a rank's range holds. The flat tensor of a group is made of its parameters in the order of
+/// `shapes`, with gaps where DeepSpeed aligns each; ranks have consecutive ranges of it.
+void read_flat_range(const RankFile& rank, const std::vector<std::pair<std::string, Shape>>& shapes,
+                     const PickleValue* gaps, const Flat& flat, int64_t start, Before& before, ForeignTable& table) {
+  int64_t next = 0;
+  for (size_t i = 0; i < shapes.size(); ++i) {
+    const auto& [name, shape] = shapes[i];
+    const int64_t numel = numel_of(shape, rank.file.path()), at = next;
+    next += numel;
+    if (gaps != nullptr) next += integer_in(rank.file, item(rank.file, *gaps, i, "param_alignment_paddings"));
+    if (before.tied.contains(name)) continue;
+    before.reached.try_emplace(name, 0);
+    const int64_t from = std::max(at, start), to = std::min(at + numel, start + flat.numel);
+    if (from < to) place(rank, {flat}, {name, shape, Region::range(from - at, to - at), from - start}, table);
+  }
+}
+
+/// Of a checkpoint without the parameters' order: which elements a rank has of each, as its file says.
+void read_listed_ranges(const RankFile& rank, const std::map<std::string, Shape>& shapes, const PickleValue& slices,
+                        const Flat& flat, Before& before, ForeignTable& table) {
+  const TorchFile& file = rank.file;
+  for (const auto& [name, slice] : slices.entries) {
+    if (before.tied.contains(name->text)) continue;
+    const auto shape = shapes.find(name->text);
+    if (shape == shapes.end() || slice->state == nullptr) {
+      malformed(file.path(), "its slice of '" + name->text.substr(0, 80) + "' is of no parameter");
+    }
+    const int64_t count = integer_in(file, member(file, *slice->state, "numel"));
+    const int64_t first = integer_in(file, member(file, *slice->state, "start"));
+    int64_t& begin = before.reached[name->text];
+    if (count < 0 || begin > numel_of(shape->second, file.path()) - count) {
+      malformed(file.path(), "its slice of '" + name->text + "' is beyond the parameter");
+    }
+    place(rank, {flat}, {name->text, shape->second, Region::range(begin, begin + count), first}, table);
+    begin += count;
+  }
+}
+
+/// Stages 1 and 2. The order of parameters is that of `model`'s param_shapes: param_slice_mappings are of another one
+/// where gradients are dealt out round-robin.
+void read_ranges(const RankFile& rank, const TorchFile& model, const std::map<std::string, Shape>& shapes,
+                 const PickleValue& states, Before& before, ForeignTable& table) {
   const TorchFile& file = rank.file;
   const PickleValue& masters = member(file, states, "single_partition_of_fp32_groups");
-  const PickleValue& slices = member(file, states, "param_slice_mappings");
   const PickleValue& paddings = member(file, states, "group_paddings");
+  const PickleValue* ordered = model.root().find("param_shapes");
+  const PickleValue* gaps = states.find("param_alignment_paddings");
   const PickleValue* base = base_optimizer(states);
   const auto numbers = numbers_by_group(file, base);
   const PickleValue* lean = states.find("base_optimizer_state");  // of an elastic checkpoint: states by group
@@ -131,21 +177,16 @@ void read_ranges(const RankFile& rank, const std::map<std::string, Shape>& shape
     flat.padding = integer_in(file, item(file, paddings, g, "group_paddings"));
     if (base != nullptr && g < numbers.size() && numbers[g].size() == 1) flat.states = states_of(base, numbers[g][0]);
     if (base == nullptr && lean != nullptr && g < lean->items.size()) flat.states = lean->items[g];
-    for (const auto& [name, slice] : item(file, slices, g, "param_slice_mappings").entries) {
-      if (earlier.contains(name->text)) continue;
-      const auto shape = shapes.find(name->text);
-      if (shape == shapes.end() || slice->state == nullptr) {
-        malformed(file.path(), "its slice of '" + name->text.substr(0, 80) + "' is of no parameter");
-      }
-      const int64_t count = integer_in(file, member(file, *slice->state, "numel"));
-      const int64_t first = integer_in(file, member(file, *slice->state, "start"));
-      int64_t& begin = reached[name->text];
-      if (count < 0 || begin > numel_of(shape->second, file.path()) - count) {
-        malformed(file.path(), "its slice of '" + name->text + "' is beyond the parameter");
-      }
-      place(rank, {flat}, {name->text, shape->second, Region::range(begin, begin + count), first}, table);
-      begin += count;
+    if (ordered == nullptr) {
+      const PickleValue& slices = member(file, states, "param_slice_mappings");
+      read_listed_ranges(rank, shapes, item(file, slices, g, "param_slice_mappings"), flat, before, table);
+      continue;
     }
+    if (before.flats.size() <= g) before.flats.resize(g + 1);
+    const PickleValue* own_gaps = gaps == nullptr ? nullptr : &item(file, *gaps, g, "param_alignment_paddings");
+    read_flat_range(rank, shapes_of_group(model, item(model, *ordered, g, "param_shapes")), own_gaps, flat,
+                    before.flats[g], before, table);
+    before.flats[g] += flat.numel;
   }
 }
 
@@ -188,7 +229,7 @@ void check_count(const std::string& path, size_t held, const TorchFile& file, co
 
 void read_part(const DeepspeedModel& model, int64_t stage, int64_t slice, std::set<std::string>& earlier,
                ForeignTable& table) {
-  std::map<std::string, int64_t> reached;
+  Before before{{}, {}, earlier};
   const auto shapes = model.shapes(stage, slice);
   const auto& optimizers = model.part(stage, slice).optimizers;
   const auto world = static_cast<int64_t>(optimizers.size());
@@ -201,10 +242,10 @@ void read_part(const DeepspeedModel& model, int64_t stage, int64_t slice, std::s
     if (states.find("fp32_flat_groups") != nullptr) {
       read_slices(rank, number, world, model.file(stage, slice), states, table);
     } else {
-      read_ranges(rank, shapes, states, earlier, reached, table);
+      read_ranges(rank, model.file(stage, slice), shapes, states, before, table);
     }
   }
-  for (const auto& [name, count] : reached) earlier.insert(name);
+  for (const auto& [name, count] : before.reached) earlier.insert(name);
 }
 
 }  // namespace

@@ -104,11 +104,15 @@ json group_of(const TorchFile& file, const PickleValue& group, const OptimizerIn
   return numbers;
 }
 
+/// Null: the checkpoint is elastic, has states and no groups; DeepSpeed keeps the program's.
 json groups_of(const OptimizerState& saved, const OptimizerInfo* optimizer) {
   json groups = json::array();
   const PickleValue* base = saved.states == nullptr ? nullptr : base_optimizer(*saved.states);
   const PickleValue* listed = base == nullptr ? nullptr : base->find("param_groups");
-  if (listed == nullptr) return groups;
+  if (listed == nullptr) {
+    const bool elastic = saved.states != nullptr && saved.states->find("base_optimizer_state") != nullptr;
+    return elastic ? json() : groups;
+  }
   for (const PickleValue* group : listed->items) groups.push_back(group_of(*saved.file, *group, optimizer));
   return groups;
 }
@@ -178,6 +182,21 @@ const OptimizerInfo* optimizer_of(const TorchFile& model) {
   return type == nullptr || !type->is(Kind::text) ? nullptr : find_optimizer(type->text);
 }
 
+namespace {
+
+/// The group of each parameter, where the checkpoint lists the parameters of several.
+json groups_by_name(const TorchFile& model) {
+  json groups = json::object();
+  const PickleValue* listed = model.root().find("param_shapes");
+  if (listed == nullptr || listed->items.size() < 2) return groups;
+  for (size_t group = 0; group < listed->items.size(); ++group) {
+    for (const auto& [name, shape] : listed->items[group]->entries) groups[name->text] = group;
+  }
+  return groups;
+}
+
+}  // namespace
+
 Manifest deepspeed_manifest(const DeepspeedFolder& folder, const TorchFile& model,
                             const std::map<std::string, int64_t>& steps, const OptimizerInfo* optimizer) {
   const PickleValue& root = model.root();
@@ -195,6 +214,7 @@ Manifest deepspeed_manifest(const DeepspeedFolder& folder, const TorchFile& mode
   const int64_t in_states = steps_in(saved);
   add_steps(steps, in_states >= 0 ? in_states : global_steps - skipped, state);
   state["groups"] = groups_of(saved, optimizer);
+  if (json by_name = groups_by_name(model); !by_name.empty()) state["parameter_groups"] = std::move(by_name);
   if (optimizer != nullptr) state["optimizer"] = optimizer->name;
   if (const json scale = loss_scale_of(saved); !scale.is_null()) state["loss_scale"] = scale;
   if (config != nullptr) {

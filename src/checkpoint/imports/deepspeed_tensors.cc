@@ -144,7 +144,7 @@ void add_universal(const DeepspeedFolder& folder, const std::string& name, const
 
 const PickleValue& member(const TorchFile& file, const PickleValue& mapping, const char* key) {
   const PickleValue* found = mapping.find(key);
-  if (found == nullptr || found->is(Kind::none)) {
+  if (found == nullptr) {
     malformed(file.path(), std::string("it has no '") + key + "', as DeepSpeed 0.7 and later write it");
   }
   return *found;
@@ -185,7 +185,7 @@ void read_universal_states(const DeepspeedModel& model, ForeignTable& table) {
   const DeepspeedFolder& folder = model.folder();
   for (int64_t stage = 0; stage < model.num_stages(); ++stage) {
     const PickleValue* trained = model.file(stage, 0).root().find("param_shapes");
-    if (trained == nullptr || trained->is(Kind::none)) continue;
+    if (trained == nullptr) continue;
     for (const auto& [name, shape] : model.shapes(stage, 0)) {
       if (table.has(name)) continue;  // tied to an earlier stage's
       if (!is_folder(folder.file("zero/" + name)) || name.find('/') != std::string::npos || name.starts_with(".")) {

@@ -8,8 +8,8 @@
 
 namespace deeptide::checkpoint {
 
-/// Stages 1 and 2: each rank has a range of every parameter group, all its parameters side by side; which part of which
-/// parameter that is stands beside it. Stage 3: each rank has a slice of every parameter. Masters and states only.
+/// Stages 1 and 2: each rank has a range of every parameter group, all its parameters side by side in the order of the
+/// model file's param_shapes. Stage 3: each rank has a slice of every parameter. Masters and states only.
 void read_zero_partitions(const DeepspeedModel& model, ForeignTable& table);
 /// Stage 0: masters and states by the number of the parameter.
 /// Errors: CheckpointError when more than one parameter could have a number's state.

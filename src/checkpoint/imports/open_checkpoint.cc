@@ -11,6 +11,7 @@
 #include "checkpoint/imports/deepspeed_folder.h"
 #include "checkpoint/imports/deepspeed_state.h"
 #include "checkpoint/imports/deepspeed_tensors.h"
+#include "checkpoint/imports/master_check.h"
 #include "checkpoint/imports/weight_places.h"
 #include "checkpoint/load/other_folders.h"
 
@@ -19,7 +20,8 @@ namespace {
 
 constexpr const char* kUniversalTag = "latest_universal";
 
-Reader read_deepspeed(const std::string& path) {
+/// DeepSpeed's checkpoint as tables of ours.
+ManifestTable read_deepspeed(const std::string& path) {
   const DeepspeedModel model(path);
   const OptimizerInfo* optimizer = optimizer_of(model.first());
   ForeignTable table(optimizer);
@@ -34,19 +36,26 @@ Reader read_deepspeed(const std::string& path) {
   ManifestTable contents;
   contents.manifest = deepspeed_manifest(model.folder(), model.first(), table.steps(), optimizer);
   contents.tensors = table.finish(path);
-  return {path, std::move(contents)};
+  check_masters(model, Reader(path, contents));
+  return contents;
 }
 
 }  // namespace
 
-Reader open_checkpoint(const std::string& directory, const std::string& tag) {
+std::optional<ManifestTable> foreign_contents(const std::string& folder) {
+  if (exists(folder + "/" + kManifestName) || !is_deepspeed_folder(folder)) return std::nullopt;
+  return read_deepspeed(folder);
+}
+
+Reader open_checkpoint(const std::string& directory, const std::string& tag, const std::set<std::string>& names) {
   if (tag == kWeightsTag) {
-    const WeightPlaces places = find_weights(directory);
+    WeightPlaces places = find_weights(directory);
+    fit_names(places, names);
     return {places.folder, weights_table(places)};
   }
   const std::string folder = existing_folder(directory, tag);
   if (exists(folder + "/" + kManifestName)) return {directory, tag};
-  if (is_deepspeed_folder(folder)) return read_deepspeed(folder);
+  if (auto foreign = foreign_contents(folder)) return {folder, *std::move(foreign)};
   if (!exists(folder)) throw CheckpointError("no checkpoint '" + tag + "' in " + directory + tags_in(directory));
   throw CheckpointError("no checkpoint in " + folder + ", which has no " + kManifestName + other_contents(folder));
 }

@@ -38,6 +38,10 @@ std::vector<std::string> WeightFile::names() const {
   return names;
 }
 
+void WeightFile::fit(const std::vector<std::string>& names) {
+  checkpoint::fit_names(contents_->places, {names.begin(), names.end()});
+}
+
 bool WeightFile::has(const std::string& name) const { return contents_->places.tensors.contains(name); }
 
 at::Tensor WeightFile::tensor(const std::string& name) const {

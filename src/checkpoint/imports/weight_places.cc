@@ -136,6 +136,36 @@ WeightPlaces find_weights(const std::string& path) {
                         "; name the folder that save_pretrained wrote, or a file of safetensors or torch.save");
 }
 
+void fit_names(WeightPlaces& places, const std::set<std::string>& names) {
+  std::map<std::string, std::string> best;  // former names by new ones
+  const auto first_part = [](const std::string& name) { return name.substr(0, name.find('.') + 1); };
+  std::set<std::string> added, removed;
+  for (const std::string& name : names) {
+    if (places.tensors.contains(name)) return;
+    added.insert(first_part(name));
+  }
+  for (const auto& [name, place] : places.tensors) removed.insert(first_part(name));
+  const auto consider = [&](const std::string& prefix, bool adds) {
+    if (prefix.empty()) return;
+    std::map<std::string, std::string> renamed;
+    for (const auto& [name, place] : places.tensors) {
+      const bool has = name.starts_with(prefix);
+      const std::string other = adds ? prefix + name : has ? name.substr(prefix.size()) : "";
+      if (names.contains(other)) renamed[other] = name;
+    }
+    if (renamed.size() > best.size()) best = std::move(renamed);
+  };
+  for (const std::string& prefix : added) consider(prefix, true);
+  for (const std::string& prefix : removed) consider(prefix, false);
+  if (2 * best.size() <= std::min(places.tensors.size(), names.size())) return;
+  for (const auto& [other, name] : best) {
+    auto entry = places.tensors.extract(name);
+    entry.key() = other;
+    places.tensors.insert(std::move(entry));
+    if (places.further_names.erase(name) > 0) places.further_names.insert(other);
+  }
+}
+
 ManifestTable weights_table(const WeightPlaces& places) {
   ManifestTable contents;
   for (const auto& [name, place] : places.tensors) {

@@ -30,6 +30,10 @@ struct WeightPlaces {
 /// Errors: CheckpointError naming the file and what is wrong with it.
 WeightPlaces find_weights(const std::string& path);
 
+/// Renames tensors of a base model for a model with a head ("h.0.weight" to "transformer.h.0.weight"), or the other way
+/// round, as from_pretrained does: where no name is the model's, and most are with one prefix more or less.
+void fit_names(WeightPlaces& places, const std::set<std::string>& names);
+
 /// The weights as tables of a checkpoint without optimizer states, for Reader: each name is a parameter's, also where
 /// several share elements.
 ManifestTable weights_table(const WeightPlaces& places);

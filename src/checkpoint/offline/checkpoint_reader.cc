@@ -97,16 +97,8 @@ const Logical& CheckpointReader::Parts::logical(const CheckpointTensor& tensor) 
                         resembling(tensors, tensor.name));
 }
 
-CheckpointReader::CheckpointReader(const std::string& directory, const std::string& tag) {
-  auto parts = std::make_shared<Parts>();
-  parts->contents = checkpoint::open_contents(checkpoint::find_folder(directory, tag));
-  for (const auto& [id, logical] : parts->contents.table.tensors) {
-    parts->tensors.push_back(describe(logical));
-    parts->logicals[{id.name, parts->tensors.back().role}] = &logical;
-  }
-  parts->global_steps = checkpoint::global_steps_of(parts->contents.table.manifest);
-  parts_ = std::move(parts);
-}
+CheckpointReader::CheckpointReader(const std::string& directory, const std::string& tag)
+    : parts_(checkpoint::parts_of(checkpoint::open_contents(checkpoint::find_folder(directory, tag)))) {}
 
 const std::string& CheckpointReader::folder() const { return parts_->contents.folder; }
 int CheckpointReader::world_size() const { return parts_->contents.table.manifest.world_size; }
@@ -143,6 +135,17 @@ void CheckpointReader::read_into(const CheckpointTensor& tensor, int64_t begin, 
 }
 
 namespace checkpoint {
+
+std::shared_ptr<const CheckpointReader::Parts> parts_of(Contents contents) {
+  auto parts = std::make_shared<CheckpointReader::Parts>();
+  parts->contents = std::move(contents);
+  for (const auto& [id, logical] : parts->contents.table.tensors) {
+    parts->tensors.push_back(describe(logical));
+    parts->logicals[{id.name, parts->tensors.back().role}] = &logical;
+  }
+  parts->global_steps = global_steps_of(parts->contents.table.manifest);
+  return parts;
+}
 
 std::string find_folder(const std::string& directory, const std::string& tag) {
   if (!tag.empty()) return existing_folder(directory, tag);

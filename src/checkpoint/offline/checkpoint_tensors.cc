@@ -3,6 +3,8 @@
 // Reads tensors of checkpoints into torch's.
 #include <ATen/ops/empty.h>
 
+#include "checkpoint/format/checkpoint_paths.h"
+#include "checkpoint/imports/open_checkpoint.h"
 #include "checkpoint/offline/writers/parts.h"
 
 namespace deeptide {
@@ -18,6 +20,14 @@ at::Tensor read_elements(const CheckpointReader& reader, const CheckpointTensor&
 }
 
 }  // namespace
+
+CheckpointReader CheckpointReader::open(const std::string& directory, const std::string& tag) {
+  const std::string named = tag.empty() ? checkpoint::latest_tag(directory) : tag;
+  const std::string folder = named.empty() ? directory : checkpoint::existing_folder(directory, named);
+  auto foreign = checkpoint::foreign_contents(folder);
+  if (!foreign) return CheckpointReader(directory, tag);
+  return CheckpointReader(checkpoint::parts_of({folder, *std::move(foreign)}));
+}
 
 at::Tensor CheckpointReader::read(const CheckpointTensor& tensor) const {
   return read_elements(*this, tensor, 0, tensor.numel).view(tensor.shape);

@@ -98,7 +98,9 @@ std::string param_groups_json(const CheckpointReader& reader) {
   const auto state = read_json(reader.state_json());
   const OptimizerInfo* optimizer = find_optimizer(state.value("optimizer", ""));
   auto groups = nlohmann::json::array();
-  for (const auto& saved : state.value("groups", nlohmann::json::array())) {
+  const auto listed = state.find("groups");
+  if (listed == state.end() || !listed->is_array()) return checkpoint::dump_text(groups);
+  for (const auto& saved : *listed) {
     auto group = nlohmann::json::object();
     for (const HyperparameterInfo& number :
          optimizer ? optimizer->hyperparameters : std::vector<HyperparameterInfo>{}) {

@@ -38,7 +38,10 @@ LoadedWeights load_weights(torch::nn::Module& model, const std::string& path, bo
 
 LoadedWeights load_weights(const std::vector<NamedTensor>& targets, const std::string& path, bool strict) {
   const at::NoGradGuard no_grad;
-  const WeightFile file(path);
+  WeightFile file(path);
+  std::vector<std::string> names;
+  for (const NamedTensor& target : targets) names.push_back(target.name);
+  file.fit(names);
   LoadedWeights result;
   std::set<const c10::StorageImpl*> loaded;
   std::set<std::string> known;

@@ -131,6 +131,7 @@ Progress progress_from_json(const json& state, const Progress& own) {
   progress.optimizer = state.value("optimizer", "");
   progress.skipped_in_a_row = state.value("skipped_in_a_row", int64_t{0});
   const std::vector<Hyperparameters>& groups = own.hyperparameters;
+  if (state.at("groups").is_null()) progress.hyperparameters = groups;  // others saved none: the program's stay
   for (const json& group : state.at("groups")) {
     const size_t i = progress.hyperparameters.size();
     progress.hyperparameters.push_back(hyper_from_json(group, i < groups.size() ? groups[i] : Hyperparameters()));

@@ -272,6 +272,15 @@ std::vector<std::string> require_fit(const std::string& path, const checkpoint::
   return strict ? std::vector<std::string>() : reader.check(wanted, true, ignored);
 }
 
+std::set<std::string> names_of(const engine::BoundModel& model, const std::vector<NamedTensor>& loose) {
+  std::set<std::string> names;
+  for (const auto& unit : model.units()) {
+    for (const auto& parameter : unit->parameters()) names.insert(parameter.name);
+  }
+  for (const NamedTensor& tensor : loose) names.insert(tensor.name);
+  return names;
+}
+
 /// The folder of a load: one that all ranks see, or each host's own.
 class Source {
  public:
@@ -287,7 +296,10 @@ class Source {
     if (is_local) here_ = engine::look_at_hosts(channels, directory, tag);
   }
 
-  checkpoint::Reader open() const { return is_local_ ? here_.open() : checkpoint::open_checkpoint(directory_, tag_); }
+  /// `names`: the model's.
+  checkpoint::Reader open(const std::set<std::string>& names) const {
+    return is_local_ ? here_.open() : checkpoint::open_checkpoint(directory_, tag_, names);
+  }
   /// Unless there is nothing of worth to lose, and what is read will be compared then.
   void verify(const checkpoint::Reader& reader, const std::vector<Piece>& wanted, bool has_trained) const {
     if (!is_local_ && !has_trained) return;
@@ -420,7 +432,7 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
   engine::RoundingErrorLoad errors;
   const Source source(channels, *boundary, directory, tag, config.checkpoint().node_local, design.topology.on_host);
   boundary->together_on_all_stages("checking the checkpoint", [&] {
-    reader = std::make_unique<checkpoint::Reader>(source.open());
+    reader = std::make_unique<checkpoint::Reader>(source.open(names_of(model, loose)));
     saved = saved_progress(*reader, directory + "/" + tag, moments && options.strict, progress);
     generators = saved_generators(*reader, channels);
     const auto differences = moments ? engine::mismatches(saved, progress) : std::vector<std::string>();

@@ -70,10 +70,22 @@ void set_apart(const std::set<std::string>& frozen, std::vector<checkpoint::Piec
   }
 }
 
+/// The group of each trained parameter, for readers without the model; null with one group or none.
+nlohmann::json groups_by_name(const engine::BoundModel& model, const engine::Progress& progress) {
+  if (progress.hyperparameters.size() < 2) return nullptr;
+  nlohmann::json groups = nlohmann::json::object();
+  for (const auto& unit : model.units()) {
+    for (const auto& parameter : unit->parameters()) {
+      if (parameter.group >= 0) groups[parameter.name] = parameter.group;
+    }
+  }
+  return groups;
+}
+
 /// Collective. Adds what the other stages know of their parameters by name.
 void merge_stages(engine::Stages& stages, nlohmann::json& state) {
   nlohmann::json own = nlohmann::json::object();
-  for (const char* key : {"parameter_steps", "parameter_numbers", engine::kLeftOut}) {
+  for (const char* key : {"parameter_steps", "parameter_numbers", "parameter_groups", engine::kLeftOut}) {
     if (state.contains(key)) own[key] = state[key];
   }
   std::set<std::string> left_out;
@@ -253,6 +265,7 @@ std::string Engine::Impl::save_checkpoint(const std::string& directory, std::str
   engine::Progress saved = progress;
   if (within) saved.micro_steps = last.micro_steps();
   nlohmann::json state = engine::to_json(saved);
+  if (auto groups = groups_by_name(model, saved); !groups.is_null()) state["parameter_groups"] = std::move(groups);
   state["zero_stage"] = config.zero().stage;
   state["config"] = config.text();
   const SaveContents contents = contents_of(options, config);

@@ -172,11 +172,34 @@ std::array<Tensor, 3> attend_backward_reference(const Tensor& gradient, const Te
           at::matmul(shares.transpose(2, 3), gradient)};
 }
 
+namespace {
+
+/// torch's kernel, and its errors. Of a row it keeps the logarithm of the sum for backward. Where the mask adds large
+/// numbers to all keys of a row, as torch.finfo(dtype).min to padding's, the count of keys is lost in that logarithm on
+/// a CPU, and gradients are too large by it. So such a row is shifted to begin at 0, which changes no softmax; where
+/// the numbers were so large that scores vanished beside them, scores are 0.
+Tensor attention_of_torch(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& mask,
+                          bool causal, std::optional<double> scale) {
+  if (!mask || !query.is_cpu() || !mask->is_floating_point() || mask->numel() == 0 || mask->dim() < 2) {
+    return at::scaled_dot_product_attention(query, key, value, mask, 0.0, causal, scale);
+  }
+  constexpr double kLarge = -1e4, kBeyondScores = -1e30, kLowestHalf = -6e4;
+  const double beyond = mask->scalar_type() == at::kHalf ? kLowestHalf : kBeyondScores;
+  const Tensor most = mask->detach().amax(-1, /*keepdim=*/true);
+  const Tensor finite = most > -std::numeric_limits<double>::infinity();
+  const Tensor shift = most.masked_fill((most > kLarge).logical_or_(finite.logical_not()), 0.0);
+  const Tensor vanished = (most < beyond).logical_and_(finite);
+  return at::scaled_dot_product_attention(query.masked_fill(vanished, 0.0), key, value, *mask - shift, 0.0, causal,
+                                          scale);
+}
+
+}  // namespace
+
 Tensor attention_kernel(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& mask,
                         bool causal, std::optional<double> scale) {
   const OptionalTensor given = mask && mask->defined() ? mask : std::nullopt;
   const bool ours = multiplies_bf16() && !(given && causal) && fits(query, key, value, given);
-  if (!ours) return at::scaled_dot_product_attention(query, key, value, given, 0.0, causal, scale);  // and its errors
+  if (!ours) return attention_of_torch(query, key, value, given, causal, scale);
   const double factor = scale.value_or(1.0 / std::sqrt(static_cast<double>(query.size(3))));
   return Attention::apply(query, key, value,
                           AttentionTerms{factor, causal, given ? added(*given, query, key) : Tensor()});

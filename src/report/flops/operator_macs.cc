@@ -64,6 +64,27 @@ int64_t convolution_backward(Inputs inputs) {
   return once * (static_cast<int64_t>(mask.get(0)) + static_cast<int64_t>(mask.get(1)));
 }
 
+/// conv_tbc(input (T, B, C), weight (K, C, O), bias, pad)
+int64_t convolution_tbc(Inputs inputs) {
+  const auto input = sizes(inputs, 0), weight = sizes(inputs, 1);
+  if (input.size() != 3 || weight.size() != 3 || inputs.size() < 4) return 0;
+  return (input[0] + 2 * inputs[3].toInt() - weight[0] + 1) * input[1] * product(weight);
+}
+
+/// conv_tbc_backward(gradient (T, B, O), input, weight, …): for the input and for the weight.
+int64_t convolution_tbc_backward(Inputs inputs) {
+  const auto gradient = sizes(inputs, 0), weight = sizes(inputs, 2);
+  return gradient.size() == 3 ? 2 * gradient[0] * gradient[1] * product(weight) : 0;
+}
+
+/// One layer and direction of an LSTM, GRU or RNN in one operator: mkldnn_rnn_layer(input (T, N, I), weight of the
+/// input, weight of the state, …). Backward makes as many products for inputs as for weights.
+template <int Times>
+int64_t recurrent_layer(Inputs inputs) {
+  const auto input = sizes(inputs, 0);
+  return input.size() == 3 ? Times * input[0] * input[1] * (product(sizes(inputs, 1)) + product(sizes(inputs, 2))) : 0;
+}
+
 /// Attention of queries (B, H, L, E), keys (B, H', S, E) and values (B, H', S, V), masked elements included: B H L S
 /// times E for scores and V for sums.
 template <size_t First, int Scores, int Sums>
@@ -97,6 +118,10 @@ const std::unordered_map<std::string_view, Macs>& formulae() {
       {"aten::_grouped_mm", grouped_product},
       {"aten::convolution", convolution},
       {"aten::convolution_backward", convolution_backward},
+      {"aten::conv_tbc", convolution_tbc},
+      {"aten::conv_tbc_backward", convolution_tbc_backward},
+      {"aten::mkldnn_rnn_layer", recurrent_layer<1>},
+      {"aten::mkldnn_rnn_layer_backward", recurrent_layer<2>},
       {"aten::_scaled_dot_product_flash_attention_for_cpu", attention<0, 1, 1>},
       {"aten::_scaled_dot_product_flash_attention", attention<0, 1, 1>},
       {"aten::_scaled_dot_product_efficient_attention", attention<0, 1, 1>},

@@ -36,8 +36,21 @@ def step(engine, number, same):
     return loss.item() / dist.get_world_size()
 
 
-def states_of(engine, model):
-    """Masters and states by parameter and role, on every rank."""
+def base_of(optimizer):
+    """The optimizer that steps, within those that DeepSpeed puts around it."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def roles_of(optimizer):
+    """The names of the states that have a tensor's elements."""
+    states = [state for state in base_of(optimizer).state.values() if state]
+    return [key for key, value in (states[0] if states else {}).items() if torch.is_tensor(value) and value.dim()]
+
+
+def states_of(engine, model, of_model):
+    """Masters and states by parameter and role, on every rank. `of_model`: the weights of the model instead."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     optimizer, states = engine.optimizer, {}
@@ -45,17 +58,22 @@ def states_of(engine, model):
     if engine.zero_optimization_stage() == 0 and hasattr(optimizer, "fp32_groups"):
         for group, fp32_group in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
             masters.update(zip(group, fp32_group, strict=True))
+    several = len(base_of(optimizer).param_groups) > 1  # DeepSpeed finds no states of several
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        if hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id"):
-            roles = ("exp_avg", "exp_avg_sq") if len(optimizer.param_groups) == 1 else ()  # of several it finds none
+        if of_model:
+            found = {"master": parameter}
+        elif hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id"):
+            roles = () if several else roles_of(optimizer)
             found = {role: safe_get_full_optimizer_state(parameter, role) for role in roles}
             found["master"] = safe_get_full_fp32_param(parameter)
+        elif hasattr(optimizer, "fp32_groups_flat"):
+            found = {}  # of FP16_Optimizer, in one flat tensor
         else:
             master = masters[parameter]
-            base = getattr(optimizer, "optimizer", optimizer)
-            found = {"master": master, **{role: base.state[master][role] for role in ("exp_avg", "exp_avg_sq")}}
+            state = base_of(optimizer).state[master]
+            found = {"master": master, **{role: state[role] for role in roles_of(optimizer)}}
         states |= {f"{name}/{role}": value.detach().clone() for role, value in found.items()}
     return states
 
@@ -80,14 +98,17 @@ def run(name, case, out):
     torch.manual_seed(0)
     folder = out / name
     model = make_model()
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=parameters_of(model, case["groups"]), config=case["config"]
-    )
+    parameters, own = parameters_of(model, case["groups"]), {}
+    if "own" in case:
+        kind, keywords = case["own"]
+        own = {"optimizer": getattr(torch.optim, kind)(parameters, **keywords)}
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=case["config"], **own)
     losses = [step(engine, number, case["same"]) for number in range(STEPS)]
-    engine.save_checkpoint(str(folder), tag="middle", client_state=dict(CLIENT_STATE))
-    middle = states_of(engine, model)
+    engine.save_checkpoint(str(folder), tag="middle", client_state=dict(CLIENT_STATE), **case.get("save", {}))
+    of_model = case.get("of_model", False)
+    middle = states_of(engine, model, of_model)
     losses += [step(engine, number, case["same"]) for number in range(STEPS, STEPS + FURTHER)]
-    end = states_of(engine, model)
+    end = states_of(engine, model, of_model)
     if dist.get_rank() == 0:
         if case.get("universal"):
             to_universal(folder, "middle")

@@ -140,12 +140,20 @@ class LazyTensor:
         return self.dtype.itemsize
 
 
+def _is_checkpoint(folder: str) -> bool:
+    if not os.path.isdir(folder):
+        return False
+    return any(name == "manifest.json" or name.endswith("model_states.pt") for name in os.listdir(folder))
+
+
 def _open(checkpoint_dir: Any, tag: str | None) -> CheckpointReader:
     folder = os.fspath(checkpoint_dir)
     if tag is None and not os.path.isfile(os.path.join(folder, "latest")):
         raise ValueError(f"{folder}/latest does not exist: give the tag, or the folder that save_checkpoint was given")
-    if tag is not None and not os.path.isfile(os.path.join(folder, tag, "manifest.json")):
-        raise FileNotFoundError(f"{folder}/{tag} holds no checkpoint of Deeptide's: there is no manifest.json")
+    if tag is not None and not _is_checkpoint(os.path.join(folder, tag)):
+        raise FileNotFoundError(
+            f"{folder}/{tag} holds no checkpoint: there is no manifest.json, nor DeepSpeed's *_model_states.pt"
+        )
     return CheckpointReader(folder, tag or "")
 
 

@@ -156,22 +156,8 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """num_parts + 1 bounds of consecutive parts: the heaviest as light as it can be, and then the most even ones."""
-    count = len(weights)
-    if count <= num_parts:
-        return partition_uniform(count, num_parts)
-    sums = [0, *itertools.accumulate(weights)]
-    # By the end of the last part: the heaviest part, the sum of squares, and the bounds, of the best cut so far.
-    best: list[tuple[float, float, list[int]]] = [(sums[end], sums[end] ** 2, [0, end]) for end in range(count + 1)]
-    for _ in range(num_parts - 1):
-        best = [
-            min(
-                (max(heaviest, sums[end] - sums[begin]), squares + (sums[end] - sums[begin]) ** 2, [*bounds, end])
-                for begin, (heaviest, squares, bounds) in enumerate(best[: end + 1])
-            )
-            for end in range(count + 1)
-        ]
-    return best[-1][2]
+    """num_parts + 1 bounds of consecutive parts of nearly equal sums, where DeepSpeed cuts."""
+    return _C.balanced_bounds([float(weight) for weight in weights], num_parts)
 
 
 class DummyOptim:

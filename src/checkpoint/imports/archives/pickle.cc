@@ -407,7 +407,8 @@ bool PickleValue::is_mapping() const {
 const PickleValue* PickleValue::find(std::string_view key) const {
   if (!is_mapping()) return nullptr;
   for (auto entry = entries.rbegin(); entry != entries.rend(); ++entry) {
-    if (entry->first->kind == Kind::text && entry->first->text == key) return entry->second;
+    if (entry->first->kind != Kind::text || entry->first->text != key) continue;
+    return entry->second->is(Kind::none) ? nullptr : entry->second;
   }
   return nullptr;
 }

@@ -48,7 +48,8 @@ struct PickleValue {
   bool is_made_by(std::string_view global) const;
   /// A dict, or an object that Python would read like one: OrderedDict, defaultdict, Counter.
   bool is_mapping() const;
-  /// The value that a mapping has under a text; null: none. Errors: none, for any kind of value.
+  /// The value that a mapping has under a text; null: none, or None, which DeepSpeed writes for what it leaves out.
+  /// Errors: none, for any kind of value.
   const PickleValue* find(std::string_view key) const;
 };
 

@@ -8,6 +8,7 @@
 #include "checkpoint/format/safetensors.h"
 #include "checkpoint/offline/writers/file_writer.h"
 #include "checkpoint/offline/writers/parts.h"
+#include "checkpoint/offline/writers/states_by_name.h"
 
 namespace deeptide::checkpoint {
 namespace {
@@ -87,26 +88,52 @@ class DcpFolder {
     }
   }
 
-  /// The steps and the hyper-parameters of each trained parameter, which are those of the first group.
+  void write_steps(const std::string& name, float steps) {
+    PickleWriter pickle;
+    (void)pickle.tensor({}, ScalarType::Float);
+    append({"optim.state." + name + ".step", {}, ScalarType::Float}, pickle.finish(), [&](TorchArchive& archive) {
+      archive.begin_tensor(sizeof(steps));
+      archive.append(&steps, sizeof(steps));
+    });
+  }
+
+  /// The steps and the hyper-parameters of each trained parameter. Of hyper-parameters torch's get_state_dict has two
+  /// forms: one value for each parameter and key (flatten_optimizer_state_dict), or one list of groups.
   void write_optimizer() {
     const json groups = read_json(param_groups_json(reader_));
-    const json group = groups.empty() ? json::object() : groups[0];
-    const auto steps = static_cast<float>(read_json(reader_.state_json()).value("optimizer_steps", int64_t{0}));
+    const StatesByName states(reader_, groups.size());
+    json lists(groups.size(), json::array());  // of names, by group
     for (const ExportItem& item : items_) {
       if (reader_.parts().logical(*item.tensor).id.role != Role::master()) continue;
-      PickleWriter pickle;
-      (void)pickle.tensor({}, ScalarType::Float);
-      append({"optim.state." + item.tensor->name + ".step", {}, ScalarType::Float}, pickle.finish(),
-             [&](TorchArchive& archive) {
-               archive.begin_tensor(sizeof(steps));
-               archive.append(&steps, sizeof(steps));
-             });
-      for (const auto& [key, value] : group.items()) {
+      const std::string& name = item.tensor->name;
+      write_steps(name, states.steps_of(name));
+      if (groups.empty()) continue;
+      const size_t group = states.group_of(name);
+      lists[group].push_back(name);
+      for (const auto& [key, value] : groups[group].items()) {
         PickleWriter number;
         value.is_array() ? number.tuple(value) : number.json(value);
-        append({"optim.param_groups." + item.tensor->name + "." + key, {}}, number.finish(), [](TorchArchive&) {});
+        append({"optim.param_groups." + name + "." + key, {}}, number.finish(), [](TorchArchive&) {});
       }
     }
+    if (!groups.empty()) append({"optim.param_groups", {}}, pickle_groups(groups, lists), [](TorchArchive&) {});
+  }
+
+  static std::string pickle_groups(const json& groups, const json& lists) {
+    PickleWriter pickle;
+    pickle.begin_list();
+    for (size_t group = 0; group < groups.size(); ++group) {
+      pickle.begin_dict();
+      for (const auto& [key, value] : groups[group].items()) {
+        pickle.text(key);
+        value.is_array() ? pickle.tuple(value) : pickle.json(value);
+      }
+      pickle.text("params");
+      pickle.json(lists[group]);
+      pickle.end_dict();
+    }
+    pickle.end_list();
+    return pickle.finish();
   }
 
   static void pickle_properties(ScalarType dtype, PickleWriter& pickle) {

@@ -5,6 +5,7 @@
 
 #include <functional>
 #include <map>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -24,6 +25,9 @@ struct deeptide::CheckpointReader::Parts {
 };
 
 namespace deeptide::checkpoint {
+
+/// Lists the tensors of what was opened.
+std::shared_ptr<const CheckpointReader::Parts> parts_of(Contents contents);
 
 /// Finds the folder for CheckpointReader. Errors: CheckpointError when there is none.
 std::string find_folder(const std::string& directory, const std::string& tag);

@@ -8,6 +8,7 @@
 #include "checkpoint/format/safetensors.h"
 #include "checkpoint/offline/writers/file_writer.h"
 #include "checkpoint/offline/writers/parts.h"
+#include "checkpoint/offline/writers/states_by_name.h"
 
 namespace deeptide::checkpoint {
 namespace {
@@ -49,7 +50,7 @@ class UniversalFolder {
         state_(read_json(reader.state_json())),
         states_(states_of(reader)),
         module_(module_of(reader)),
-        steps_(static_cast<float>(state_.value("optimizer_steps", int64_t{0}))),
+        by_name_(reader, 1),
         meter_(progress, bytes_of(states_) + bytes_of(module_)) {}
 
   void write() {
@@ -77,16 +78,16 @@ class UniversalFolder {
     if (!is_master) return;
     PickleWriter steps;
     pickle_steps(steps);
-    write_with_steps(folder + "/step.pt", steps.finish());
+    write_with_steps(folder + "/step.pt", steps.finish(), by_name_.steps_of(item.tensor->name));
   }
 
   static void pickle_steps(PickleWriter& pickle) { (void)pickle.tensor({}, c10::ScalarType::Float); }
 
-  /// A file whose only tensor is the number of steps.
-  void write_with_steps(const std::string& path, const std::string& pickle) const {
+  /// A file whose only tensor is a number of steps.
+  static void write_with_steps(const std::string& path, const std::string& pickle, float steps) {
     write_archive(path, pickle, [&](TorchArchive& archive) {
-      archive.begin_tensor(sizeof(steps_));
-      archive.append(&steps_, sizeof(steps_));
+      archive.begin_tensor(sizeof(steps));
+      archive.append(&steps, sizeof(steps));
     });
   }
 
@@ -129,7 +130,8 @@ class UniversalFolder {
     pickle_groups(groups, pickle);
     pickle.end_dict();
     pickle.end_dict();
-    write_with_steps(folder_ + "/zero/optimizer_state.pt", pickle.finish());
+    const auto steps = static_cast<float>(state_.value("optimizer_steps", int64_t{0}));
+    write_with_steps(folder_ + "/zero/optimizer_state.pt", pickle.finish(), steps);
   }
 
   static void pickle_fields(const json& fields, PickleWriter& pickle) {
@@ -192,7 +194,7 @@ class UniversalFolder {
   const std::string folder_;
   const json state_;
   const ExportFile states_, module_;
-  const float steps_;
+  const StatesByName by_name_;
   Meter meter_;
 };
 
