@@ -314,7 +314,7 @@ MODULES: dict[str, dict[str, Name]] = {
         "compute_elastic_config": works("deeptide.elasticity:compute_elastic_config"),
         "elasticity_enabled": works("deeptide.elasticity:elasticity_enabled"),
     },
-    "deepspeed.env_report": {"main": ours("commands:report"), "cli_main": ours("commands:report")},
+    "deepspeed.env_report": {"main": ours("commands:print_report"), "cli_main": ours("commands:print_report")},
     "deepspeed.git_version_info": {
         "version": _TOP["version"],
         "git_hash": _TOP["git_hash"],
@@ -326,7 +326,7 @@ MODULES: dict[str, dict[str, Name]] = {
     "deepspeed.inference.engine": {"InferenceEngine": absent(_INFERENCE)},
     "deepspeed.launcher.runner": {
         "DEEPSPEED_ENVIRONMENT_NAME": ours("commands:ENVIRONMENT_FILE"),
-        "main": differs("commands:launch", "starts `deeptide --as-deepspeed`, whose options are DeepSpeed's"),
+        "main": differs("commands:main", "starts `deeptide --as-deepspeed`, whose options are DeepSpeed's"),
     },
     "deepspeed.module_inject": {"replace_transformer_layer": _TOP["replace_transformer_layer"]},
     "deepspeed.moe.utils": {
