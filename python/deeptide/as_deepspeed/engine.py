@@ -29,7 +29,7 @@ from deeptide.as_deepspeed.pipe.topology import (
     PipelineParallelGrid,
     PipeModelDataParallelTopology,
 )
-from deeptide.data import DataLoader
+from deeptide.as_deepspeed.training.loader import OrderedLoader
 from deeptide.engine import Engine
 
 
@@ -175,16 +175,8 @@ class DeepSpeedEngine(EngineAnswers, BatchSizeMethods, Engine, torch.nn.Module):
             return torch.utils.data.DataLoader(
                 dataset, size, sampler=data_sampler, collate_fn=collate_fn, drop_last=drop_last, **more
             )
-        return DataLoader(
-            dataset,
-            size,
-            collate_fn,
-            drop_last,
-            self._config.runtime.seed,
-            _C.make_world(self.world.store, self.data_parallel_rank, self.data_parallel_size),
-            route == "train",
-            **more,
-        )
+        world = _C.make_world(self.world.store, self.data_parallel_rank, self.data_parallel_size)
+        return OrderedLoader(dataset, size, collate_fn, drop_last, world=world, shuffle=route == "train", **more)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops accumulated gradients. Right after a step there are none, and no rank has to hear of it."""

@@ -24,6 +24,7 @@ from deeptide.as_deepspeed.checkpoint.parameters import OffloadStandIn, mark_mod
 from deeptide.as_deepspeed.config.configuration import counted_once, read_config
 from deeptide.as_deepspeed.engine import DeepSpeedEngine
 from deeptide.as_deepspeed.helpers.logging import set_log_level_from_string
+from deeptide.as_deepspeed.training.loader import OrderedLoader
 from deeptide.as_deepspeed.training.loss_scalers import EngineLossScale
 
 # The engines without an optimizer, by their model: one that trains may take their place.
@@ -129,6 +130,7 @@ def initialize(
         engine, optimizer, loader, scheduler = make_engine(
             _kind_for(model), model, parsed, plan, lr_scheduler, training_data, collate_fn, mpu=mpu,
             shuffle=not is_pipeline(model),  # DeepSpeed's pipelines take samples in the data's order
+            loader_kind=OrderedLoader,
         )  # fmt: skip
     assert isinstance(engine, DeepSpeedEngine)
     engine.given_config = given

@@ -242,7 +242,7 @@ _TOP = {
         "config.configuration:DeepSpeedConfig", "the keys that this page and docs/config.md name"
     ),
     "DeepSpeedConfigError": works("deeptide._C:ConfigError"),
-    "DeepSpeedDataLoader": works("deeptide.data:DataLoader"),
+    "DeepSpeedDataLoader": ours("training.loader:DeepSpeedDataLoader"),
     "OnDevice": differs("checkpoint.parameters:OnDevice", "torch.device and torch.set_default_dtype"),
     "get_accelerator": works("deeptide.accelerator:get_accelerator"),
     "log_dist": ours("helpers.logging:log_dist"),
