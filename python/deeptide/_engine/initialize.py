@@ -268,6 +268,7 @@ def make_engine(
     mpu: object = None,
     shuffle: bool = True,
     loader_kind: type[DataLoader] = DataLoader,
+    optimizer_kind: type[DeeptideOptimizer] = DeeptideOptimizer,
 ) -> tuple[Engine, DeeptideOptimizer | None, DataLoader | CurriculumLoader | None, Any]:
     """`initialize` of another class of engine, for other interfaces. `plan`: is optimized; `shuffle`: the loader's."""
     if lr_scheduler is not None and config.scheduler.type:
@@ -298,7 +299,7 @@ def make_engine(
             compiled.install()
         if range_test is not None:
             kind = range_test.engine_kind(kind)
-        ours = DeeptideOptimizer(plan, core) if plan is not None else None
+        ours = optimizer_kind(plan, core) if plan is not None else None
         scheduler = resolve_schedule(lr_scheduler, ours, config)
         engine = kind(core, model, config, ours, scheduler, loader, process_groups)
         if activations is not None:

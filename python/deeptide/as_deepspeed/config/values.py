@@ -9,6 +9,15 @@ from typing import Any
 
 from deeptide._C import ConfigError
 
+
+def value_at(config: dict[str, Any], path: str, default: Any) -> Any:
+    """The value at "a.b" of nested dictionaries, or the default."""
+    at: Any = config
+    for key in path.split("."):
+        at = at.get(key) if isinstance(at, dict) else None
+    return default if at is None else at
+
+
 # Function: key, default.
 _KEYS: dict[str, tuple[str, Any]] = {
     "get_communication_data_type": ("communication_data_type", None),

@@ -116,7 +116,7 @@ _ROWS = (
     (
         "launcher.runner",
         "`deeptide` reads hostfiles and starts ranks; `deeptide --dry-run` prints what it makes of them",
-        "encode_world_info fetch_hostfile parse_args parse_inclusion_exclusion parse_num_nodes parse_resource_filter",
+        "parse_args run_autotuning",
     ),
     ("utils.numa", "`deeptide --bind_cores_to_rank` shares cores out", "get_numa_cores get_numactl_cmd"),
     ("utils.pin_memory", "memory that a device copies is pinned by the engine", "NativePinnedMemory"),
@@ -171,8 +171,9 @@ _WORKING = (
     (
         "runtime.pipe.topology",
         "as_deepspeed.pipe.topology",
-        "PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid ProcessTopology",
+        "PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid ProcessTopology _prime_factors",
     ),
+    ("sequence.layer", "as_deepspeed.helpers.rotary", "apply_rotary_pos_emb _rotate_half _torchembed_available"),
     ("compression.basic_layer", "as_deepspeed.training.compression", "QuantAct"),
     ("compression.helper", "as_deepspeed.training.compression", "is_module_compressible"),
     (
