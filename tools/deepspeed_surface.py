@@ -20,6 +20,10 @@ MODULES = (
     "runtime.zero.config runtime.zero.parameter_offload runtime.zero.partition_parameters runtime.zero.stage3 "
     "runtime.zero.stage_1_and_2 runtime.zero.utils utils.groups utils.timer"
 )
+FUNCTIONS = (  # of which the table of names has some
+    "checkpoint.utils monitor.config moe.utils runtime.config runtime.precision_config sequence.layer utils.logging "
+    "utils.numa utils.tensor_fragment utils.z3_leaf_module utils.zero_to_fp32"
+)
 CLASSES = (
     "accelerator.abstract_accelerator:DeepSpeedAccelerator accelerator.cpu_accelerator:CPU_Accelerator "
     "accelerator.cuda_accelerator:CUDA_Accelerator runtime.config:DeepSpeedConfig "
@@ -89,6 +93,18 @@ def of_class(kind: type) -> list[str]:
     return public(names)
 
 
+def parameters(module) -> list[str]:
+    """A line for each of its functions: the names of parameters."""
+    lines = []
+    for name in of_module(module):
+        value = getattr(module, name)
+        if inspect.isfunction(value):
+            kinds = inspect.signature(value).parameters.values()
+            names = [each.name for each in kinds if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+            lines += [f"{module.__name__}:{name}(): {' '.join(names)}"]
+    return lines
+
+
 def main() -> None:
     import deepspeed
 
@@ -96,6 +112,7 @@ def main() -> None:
     lines = [f"{name}/: {' '.join(modules)}" for name, modules in packages(root).items() if modules]
     read = importlib.import_module
     lines += [f"deepspeed.{name}: {' '.join(of_module(read(f'deepspeed.{name}')))}" for name in MODULES.split()]
+    lines += [line for name in (*MODULES.split(), *FUNCTIONS.split()) for line in parameters(read(f"deepspeed.{name}"))]
     for module, kind in (name.split(":") for name in CLASSES.split()):
         names = of_class(getattr(read(f"deepspeed.{module}"), kind))
         lines += [f"deepspeed.{module}:{kind}: {' '.join(names)}"]

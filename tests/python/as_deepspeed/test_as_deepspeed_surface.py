@@ -356,6 +356,9 @@ def test_hosts_and_slots_are_read_as_deepspeed_reads_them(tmp_path):
 
 def test_small_functions_of_sequences_files_and_sections(tmp_path):
     interface()
+    from deepspeed.monitor.config import get_monitor_config
+    from deepspeed.monitor.monitor import MonitorMaster
+    from deepspeed.runtime.config import get_communication_data_type
     from deepspeed.runtime.config_utils import DeepSpeedConfigModel
     from deepspeed.runtime.precision_config import DeepSpeedFP16Config
     from deepspeed.sequence.layer import apply_rotary_pos_emb
@@ -372,6 +375,11 @@ def test_small_functions_of_sequences_files_and_sections(tmp_path):
     assert [os.path.basename(path)[5:7].strip("_") for path in get_optim_files(tmp_path)] == ["1", "2", "10"]
     with pytest.raises(FileNotFoundError, match="mp_rank_00_model_states"):
         get_model_state_file(tmp_path, 3)
+
+    monitors = get_monitor_config({"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "a"}})
+    MonitorMaster(monitors).write_events([("Train/loss", 2.0, 8)])
+    assert (tmp_path / "a" / "Train_loss.csv").read_text() == "step,loss\n8,2.0\n" and monitors.wandb.team is None
+    assert get_communication_data_type({"communication_data_type": "BF16"}) is torch.bfloat16
 
     class Section(DeepSpeedConfigModel):
         new: int = 0

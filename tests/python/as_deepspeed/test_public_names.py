@@ -6,6 +6,7 @@ surface.txt lists them: tools/deepspeed_surface.py read them from DeepSpeed's ow
 """
 
 import importlib
+import inspect
 import pkgutil
 
 import pytest
@@ -48,6 +49,21 @@ def test_every_public_function_is_there_or_refused_by_its_name(name):
         if isinstance(value, type) and type(value).__name__ == "_RefusedType":
             with pytest.raises(NotSupportedError, match=rf"\.{member} is not supported by Deeptide: ."):
                 value()
+
+
+def test_every_function_takes_the_parameters_that_deepspeeds_takes():
+    interface()
+    checked = 0
+    for key in (key for key in surface._lines() if key.endswith("()")):
+        module, name = key[:-2].split(":")
+        function = getattr(importlib.import_module(module), name, None)
+        if function is None or type(function).__name__ == "_RefusedType":
+            continue
+        mine = inspect.signature(function).parameters.values()
+        if not any(each.kind is each.VAR_KEYWORD for each in mine):
+            assert set(surface.members(key)) <= {each.name for each in mine}, key
+            checked += 1
+    assert checked > 100
 
 
 def refused(thing, key):

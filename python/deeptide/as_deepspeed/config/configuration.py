@@ -312,6 +312,13 @@ class DeepSpeedConfig:
         return get_zero_config(self._param_dict)
 
     @property
+    def monitor_config(self) -> Any:
+        """The sections of monitors as objects."""
+        from deeptide.as_deepspeed.config.monitor import get_monitor_config
+
+        return get_monitor_config(self._param_dict)
+
+    @property
     def float16_config(self) -> Any:
         """The section "fp16" as an object."""
         from deeptide.as_deepspeed.config.precision import get_float16_config

@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from deeptide._C import ConfigError
 
 
@@ -20,7 +22,6 @@ def value_at(config: dict[str, Any], path: str, default: Any) -> Any:
 
 # Function: key, default.
 _KEYS: dict[str, tuple[str, Any]] = {
-    "get_communication_data_type": ("communication_data_type", None),
     "get_dataloader_drop_last": ("dataloader_drop_last", False),
     "get_dump_state": ("dump_state", False),
     "get_gradient_accumulation_steps": ("gradient_accumulation_steps", None),
@@ -59,6 +60,17 @@ def _reader(name: str) -> Callable[[dict[str, Any]], Any]:
 
 
 globals().update({name: _reader(name) for name in NAMES})
+
+
+def get_communication_data_type(
+    param_dict: dict[str, Any], comm_type: str = "communication_data_type", comm_data_type_default: str | None = None
+) -> torch.dtype | None:
+    """The type that a key names; None for the parameters' own. Errors: ValueError for another word."""
+    word = param_dict.get(comm_type, comm_data_type_default)
+    types = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+    if word is None or word.lower() in types:
+        return None if word is None else types[word.lower()]
+    raise ValueError(f"{comm_type}: got {word!r}, expected one of {', '.join(types)}")
 
 
 def get_scalar_param(param_dict: dict[str, Any], param_name: str, param_default_value: Any) -> Any:
