@@ -118,7 +118,7 @@ struct ZeroConfig {
   int64_t model_persistence_threshold = 0;
   std::optional<int64_t> max_live_parameters;
   std::optional<int64_t> max_reuse_distance;
-  bool gather_16bit_weights_on_model_save = false;
+  bool gather_16bit_weights_on_model_save = true;
   bool allow_untested_optimizer = false;
   bool quantized_gradients = false;  // "zero_quantized_gradients"; RuntimeConfig has its width
 };

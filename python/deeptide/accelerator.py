@@ -19,6 +19,7 @@ class Accelerator:
     def __init__(self, kind: str) -> None:
         self._name = kind
         self._communication_backend_name = "nccl" if kind == "cuda" else "gloo"
+        self._compile_backend = "inductor"
 
     @property
     def _cuda(self) -> bool:
@@ -167,6 +168,17 @@ class Accelerator:
         used = {"current": self.memory_allocated(), "peak": self.max_memory_allocated()}
         return {f"allocated_bytes.all.{name}": value for name, value in used.items()}
 
+    def get_rss(self) -> int:
+        """Bytes of the process in memory."""
+        return _process_bytes("VmRSS")
+
+    reset_rss = get_rss
+
+    @property
+    def max_mem(self) -> int:
+        """The most so far."""
+        return _process_bytes("VmHWM")
+
     def empty_cache(self) -> None:
         """Gives unused memory back; nothing on a CPU."""
         if self._cuda:
@@ -179,8 +191,25 @@ class Accelerator:
 
     reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
 
-    def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
-        """Page-locked, where there is a device to copy to."""
+    def pin_empty(self, *size: Any, **options: Any) -> torch.Tensor:
+        """torch.empty, page-locked where there is a device to copy to."""
+        return torch.empty(*size, **options, pin_memory=self._cuda)
+
+    def pin_empty_like(self, tensor: torch.Tensor, **options: Any) -> torch.Tensor:
+        """torch.empty_like, likewise."""
+        return torch.empty_like(tensor, device="cpu", pin_memory=self._cuda, **options)
+
+    def pin_memory_alignment(self) -> int:
+        """Bytes by which page-locked memory is aligned; 1: by torch's own."""
+        return 1
+
+    def unpin_memory(self, tensor: torch.Tensor) -> None:
+        """Has no effect: torch gives page-locked memory back with its tensor."""
+
+    def pin_memory(
+        self, tensor: torch.Tensor, align_bytes: int = 1, make_copy: bool = True, match_shape: bool = True
+    ) -> torch.Tensor:
+        """Page-locked, where there is a device to copy to. The arguments but the first have no effect."""
         return tensor.pin_memory() if self._cuda else tensor
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
@@ -196,6 +225,18 @@ class Accelerator:
     def is_fp16_supported(self) -> bool:
         """Whether float16 is."""
         return True
+
+    def is_fp64_supported(self) -> bool:
+        """Whether float64 is."""
+        return True
+
+    def prefer_triton_grouped_mm(self) -> bool:
+        """False: nothing here uses Triton."""
+        return False
+
+    def supports_nvtx_domain(self) -> bool:
+        """Whether marks have domains."""
+        return False
 
     def supported_dtypes(self) -> list[torch.dtype]:
         """The types that models may be in."""
@@ -223,6 +264,23 @@ class Accelerator:
         """The stream at first; None on a CPU."""
         return torch.cuda.default_stream(device_index) if self._cuda else None
 
+    def is_current_stream_capturing(self) -> bool:
+        """Whether a graph records the stream."""
+        return self._cuda and torch.cuda.is_current_stream_capturing()
+
+    def create_graph(self) -> Any:
+        """A graph of operators; None on a CPU."""
+        return torch.cuda.CUDAGraph() if self._cuda else None
+
+    def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> AbstractContextManager[Any]:
+        """Inside, operators are recorded into the graph; on a CPU they run."""
+        return torch.cuda.graph(graph, pool, stream) if self._cuda else nullcontext()
+
+    def replay_graph(self, graph: Any) -> None:
+        """Runs a graph; nothing on a CPU."""
+        if self._cuda:
+            graph.replay()
+
     def stream(self, stream: object) -> AbstractContextManager[Any]:
         """Inside, that stream is in use."""
         return torch.cuda.stream(stream) if self._cuda else nullcontext()  # type: ignore[arg-type, unused-ignore]
@@ -237,7 +295,26 @@ class Accelerator:
         if self._cuda:
             torch.cuda.nvtx.range_pop()
 
+    def get_compile_backend(self) -> str:
+        """The backend that engine.compile() takes: torch's default, or what set_compile_backend named."""
+        return self._compile_backend
+
+    def set_compile_backend(self, backend: str) -> None:
+        """Names another. Errors: ValueError if torch has none of that name."""
+        known = torch._dynamo.list_backends(exclude_tags=())
+        if backend not in known:
+            raise ValueError(f"{backend} not supported by {self._name}; torch has {', '.join(known)}")
+        self._compile_backend = backend
+
+    def export_envs(self) -> list[str]:
+        """The beginnings of variables that the launcher hands to other hosts for this device."""
+        return ["NCCL", "LD_LIBRARY", "PATH"] if self._cuda else []
+
     # -- operators ------------------------------------------------------------------------------------------------
+
+    def op_builder_dir(self) -> str:
+        """The module of builders."""
+        return "deepspeed.ops.op_builder"
 
     def get_op_builder(self, class_name: str) -> Any:
         """The class of deepspeed.ops.op_builder of that name; None where DeepSpeed has none."""

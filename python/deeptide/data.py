@@ -99,6 +99,8 @@ class DataLoader:
     it is augmented alike after a resume, and by any number of workers and ranks.
     """
 
+    _order = ""  # a name of the order of samples, where a subclass has another
+
     def __init__(
         self,
         dataset: torch.utils.data.Dataset[Any],
@@ -112,16 +114,8 @@ class DataLoader:
     ) -> None:
         rank, world_size = (0, 1) if world is None else (world.rank, world.size)
         self._num_samples = _count(dataset)
-        self._sampler = DistributedSampler(
-            self._num_samples,
-            batch_size=batch_size,
-            rank=rank,
-            world_size=world_size,
-            shuffle=shuffle,
-            drop_last=drop_last,
-            seed=seed,
-        )
         self._world_batch = batch_size * world_size
+        self._sampler = self._make_sampler(batch_size, rank, world_size, shuffle, drop_last, seed)
         self._seed, self._rank = seed, rank
         # Without a generator of its own, torch's loader draws from the global one at each epoch: no exact resume.
         self._generator = torch.Generator()
@@ -140,6 +134,19 @@ class DataLoader:
         self.batch_size = batch_size
         self._epoch, self._batch = 0, 0
         self._begun = False  # an iteration has begun since the position was set
+
+    def _make_sampler(
+        self, batch_size: int, rank: int, world_size: int, shuffle: bool, drop_last: bool, seed: int
+    ) -> DistributedSampler:
+        return DistributedSampler(
+            self._num_samples,
+            batch_size=batch_size,
+            rank=rank,
+            world_size=world_size,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            seed=seed,
+        )
 
     def __len__(self) -> int:
         return self._sampler.batches_per_epoch()
@@ -169,7 +176,7 @@ class DataLoader:
         """Sets where the next iteration begins. One that is under way goes on from there, to the end of that epoch."""
         self._epoch, self._batch, self._begun = epoch, batch, False
 
-    def state_dict(self, position: tuple[int, int] | None = None) -> dict[str, int]:
+    def state_dict(self, position: tuple[int, int] | None = None) -> dict[str, Any]:
         """The position, now or an earlier one, in samples of the whole world: it holds for other numbers of ranks."""
         epoch, batch = position or self.position()
         return {
@@ -177,14 +184,21 @@ class DataLoader:
             "samples": batch * self._world_batch,
             "num_samples": self._num_samples,
             "seed": self._seed,
+            **({"order": self._order} if self._order else {}),
         }
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Errors: ConfigError when the saved position is of another dataset or order."""
         if "curriculum" in state:
             raise ConfigError(
                 "the checkpoint's data position is of a curriculum; keep the section "
                 "data_efficiency.data_sampling.curriculum_learning of the saved run, or load without training_data"
+            )
+        if state.get("order", "") != self._order:
+            other = "Deeptide" if self._order else "DeepSpeed"
+            raise ConfigError(
+                f"the checkpoint's data position is of a run under {other}'s name, whose order of samples is another "
+                "one; go on under that name, or load without training_data"
             )
         for key, mine in (("num_samples", self._num_samples), ("seed", self._seed)):
             if state[key] != mine:

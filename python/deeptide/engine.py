@@ -440,8 +440,8 @@ class Engine(Answers, WholeSteps, LessWork, Observed, Offloading):
         """Writes whole parameters, in the type they train in, to one safetensors file on rank 0. Collective.
 
         They are those of the unsplit model: of all stages, slices joined. exclude_frozen_parameters leaves out what is
-        not trained. Buffers, and extra states that are tensors, go with them. As with DeepSpeed, stage 3 wants
-        "stage3_gather_16bit_weights_on_model_save": true, else nothing is saved. Returns whether it was.
+        not trained. Buffers, and extra states that are tensors, go with them. With
+        "stage3_gather_16bit_weights_on_model_save": false, stage 3 saves nothing. Returns whether it was saved.
         """
         if not save_dir:
             raise ConfigError(f"save_16bit_model: save_dir is {save_dir!r}, expected a directory")
@@ -449,8 +449,8 @@ class Engine(Answers, WholeSteps, LessWork, Observed, Offloading):
         if zero.stage == 3 and not zero.gather_16bit_weights_on_model_save:
             if self.world.rank == 0:
                 say(
-                    f"{save_filename} was not saved: stage 3 gathers the whole model for it, so set "
-                    '"stage3_gather_16bit_weights_on_model_save": true in "zero_optimization"',
+                    f"{save_filename} was not saved: stage 3 gathers the whole model for it, and "
+                    '"stage3_gather_16bit_weights_on_model_save" is false in "zero_optimization": leave it out',
                     "warning",
                 )
             return False

@@ -24,8 +24,8 @@ def _rank() -> int:
 class Monitor:
     """One place where scalars go. Those of ranks other than 0 write nothing."""
 
-    def __init__(self, config: Any) -> None:
-        self.enabled: bool = config.enabled
+    def __init__(self, monitor_config: Any) -> None:
+        self.enabled: bool = monitor_config.enabled
 
     def write_events(self, event_list: Sequence[Event]) -> None:
         """Writes (name, value, x) each."""
@@ -35,8 +35,9 @@ class Monitor:
 class TensorBoardMonitor(Monitor):
     """Event files in output_path/job_name, by torch.utils.tensorboard."""
 
-    def __init__(self, config: TensorboardConfig, rank: int | None = None) -> None:
-        super().__init__(config)
+    def __init__(self, tensorboard_config: TensorboardConfig, rank: int | None = None) -> None:
+        super().__init__(tensorboard_config)
+        self.output_path, self.job_name = tensorboard_config.output_path, tensorboard_config.job_name
         self.summary_writer: Any = None
         if not self.enabled or (_rank() if rank is None else rank) != 0:
             return
@@ -46,7 +47,7 @@ class TensorBoardMonitor(Monitor):
             raise ImportError(
                 f"tensorboard.enabled: {error}; install it ('pip install tensorboard'), or use csv_monitor"
             ) from error
-        self.summary_writer = SummaryWriter(os.path.join(config.output_path, config.job_name))
+        self.summary_writer = SummaryWriter(os.path.join(self.output_path, self.job_name))
 
     def write_events(self, event_list: Sequence[Event], flush: bool = True) -> None:
         """Writes (name, value, x) each."""
@@ -66,8 +67,9 @@ class TensorBoardMonitor(Monitor):
 class WandbMonitor(Monitor):
     """A run of Weights & Biases; the environment variable WANDB_MODE=offline keeps it on this machine."""
 
-    def __init__(self, config: WandbConfig, rank: int | None = None) -> None:
-        super().__init__(config)
+    def __init__(self, wandb_config: WandbConfig, rank: int | None = None) -> None:
+        super().__init__(wandb_config)
+        self.project, self.group, self.team = wandb_config.project, wandb_config.group, wandb_config.team
         self.run: Any = None
         if not self.enabled or (_rank() if rank is None else rank) != 0:
             return
@@ -75,7 +77,7 @@ class WandbMonitor(Monitor):
             import wandb
         except ImportError as error:
             raise ImportError(f"wandb.enabled: {error}; install it ('pip install wandb')") from error
-        self.run = wandb.init(project=config.project, group=config.group, entity=config.team)
+        self.run = wandb.init(project=self.project, group=self.group, entity=self.team)
 
     def write_events(self, event_list: Sequence[Event]) -> None:
         """Logs the events of one x together."""
@@ -91,9 +93,9 @@ class WandbMonitor(Monitor):
 class CometMonitor(Monitor):
     """An experiment of Comet; of each name a point every `samples_log_interval` samples."""
 
-    def __init__(self, config: CometConfig, rank: int | None = None) -> None:
-        super().__init__(config)
-        self._interval = config.samples_log_interval
+    def __init__(self, comet_config: CometConfig, rank: int | None = None) -> None:
+        super().__init__(comet_config)
+        self._interval = comet_config.samples_log_interval
         self._last: dict[str, int] = {}
         self._experiment: Any = None
         if not self.enabled or (_rank() if rank is None else rank) != 0:
@@ -103,15 +105,15 @@ class CometMonitor(Monitor):
         except ImportError as error:
             raise ImportError(f"comet.enabled: {error}; install it ('pip install comet_ml')") from error
         self._experiment = comet_ml.start(
-            api_key=config.api_key,
-            project=config.project,
-            workspace=config.workspace,
-            experiment_key=config.experiment_key,
-            mode=config.mode,
-            online=config.online,
+            api_key=comet_config.api_key,
+            project=comet_config.project,
+            workspace=comet_config.workspace,
+            experiment_key=comet_config.experiment_key,
+            mode=comet_config.mode,
+            online=comet_config.online,
         )
-        if config.experiment_name is not None:
-            self._experiment.set_name(config.experiment_name)
+        if comet_config.experiment_name is not None:
+            self._experiment.set_name(comet_config.experiment_name)
 
     @property
     def experiment(self) -> Any:

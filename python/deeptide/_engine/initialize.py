@@ -46,6 +46,7 @@ def _loader(
     config: Config,
     world: World,
     shuffle: bool,
+    kind: type[DataLoader],
 ) -> DataLoader | CurriculumLoader | None:
     if training_data is None:
         if collate_fn is not None:
@@ -55,7 +56,7 @@ def _loader(
         from deeptide.efficiency.loader import CurriculumLoader
 
         return CurriculumLoader(training_data, config, config.batch_sizes(world.size), collate_fn, world)
-    return DataLoader(
+    return kind(
         training_data,
         batch_size=config.batch_sizes(world.size).micro,
         collate_fn=collate_fn,
@@ -268,6 +269,8 @@ def make_engine(
     distributed_port: int = _C.DEFAULT_PORT,
     mpu: object = None,
     shuffle: bool = True,
+    loader_kind: type[DataLoader] = DataLoader,
+    optimizer_kind: type[DeeptideOptimizer] = DeeptideOptimizer,
 ) -> tuple[Engine, DeeptideOptimizer | None, DataLoader | CurriculumLoader | None, Any]:
     """`initialize` of another class of engine, for other interfaces. `plan`: is optimized; `shuffle`: the loader's."""
     if lr_scheduler is not None and config.scheduler.type:
@@ -280,7 +283,7 @@ def make_engine(
     if tuning_run is not None and plan is not None:
         kind = tuning_run.begin(kind, model, config, plan, world, stages * (team.size if team else 1))
     ranks = _data_world(world, stages, team.size if team else 1)
-    loader = _loader(training_data, collate_fn, config, ranks, shuffle)
+    loader = _loader(training_data, collate_fn, config, ranks, shuffle, loader_kind)
     if plan is not None:
         plan.note_left_out(model)
     groups = plan.core_groups(config) if plan is not None else []
@@ -298,7 +301,7 @@ def make_engine(
             compiled.install()
         if range_test is not None:
             kind = range_test.engine_kind(kind)
-        ours = DeeptideOptimizer(plan, core) if plan is not None else None
+        ours = optimizer_kind(plan, core) if plan is not None else None
         scheduler = resolve_schedule(lr_scheduler, ours, config)
         engine = kind(core, model, config, ours, scheduler, loader, process_groups)
         if activations is not None:

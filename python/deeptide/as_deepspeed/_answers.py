@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from deeptide.as_deepspeed.config.values import value_at
 from deeptide.as_deepspeed.config.zero import DeepSpeedZeroConfig, get_zero_config
 
 if TYPE_CHECKING:
@@ -19,6 +20,15 @@ KEYS: dict[str, tuple[str, Any]] = {
     "aio_config": ("aio", None),
     "amp_enabled": ("amp.enabled", False),
     "autotuning_enabled": ("autotuning.enabled", False),
+    "autotuning_end_profile_step": ("autotuning.end_profile_step", 5),
+    "autotuning_metric": ("autotuning.metric", "throughput"),
+    "autotuning_metric_path": ("autotuning.metric_path", None),
+    "autotuning_model_info": ("autotuning.model_info", None),
+    "autotuning_model_info_path": ("autotuning.model_info_path", None),
+    "autotuning_profile_model_info": ("autotuning.model_info.profile", False),
+    "autotuning_start_profile_step": ("autotuning.start_profile_step", 3),
+    "checkpoint_serialization_enabled": ("checkpoint.checkpoint_serialization", True),
+    "checkpoint_writer_enabled": ("checkpoint.writer", False),
     "curriculum_enabled_legacy": ("curriculum_learning.enabled", False),
     "curriculum_learning_enabled": ("data_efficiency.data_sampling.curriculum_learning.enabled", False),
     "curriculum_learning_config": ("data_efficiency.data_sampling.curriculum_learning", None),
@@ -61,7 +71,10 @@ KEYS: dict[str, tuple[str, Any]] = {
     "is_sanity_checks_enabled": ("zero_optimization.enable_sanity_checks", False),
     "super_offload": ("zero_optimization.offload_optimizer.super_offload", False),
     "swap_tensor_config": ("aio", None),
+    "tensor_parallel_config": ("tensor_parallel", None),
+    "torch_autocast_lower_precision_safe_modules": ("torch_autocast.lower_precision_safe_modules", None),
     "use_node_local_storage": ("checkpoint.use_node_local_storage", False),
+    "zenflow_config": ("zero_optimization.zenflow", None),
     "zero_allow_untested_optimizer": ("zero_allow_untested_optimizer", False),
     "zero_force_ds_cpu_optimizer": ("zero_force_ds_cpu_optimizer", True),
 }
@@ -119,15 +132,7 @@ def answer(name: str, config: dict[str, Any]) -> Any:
         return getattr(get_zero_config(config), ZERO[name])
     if name in CONSTANTS:
         return CONSTANTS[name]
-    return answer_path(config, *KEYS[name])
-
-
-def answer_path(config: dict[str, Any], path: str, default: Any) -> Any:
-    """The value at "a.b" of nested dictionaries, or the default."""
-    at: Any = config
-    for key in path.split("."):
-        at = at.get(key) if isinstance(at, dict) else None
-    return default if at is None else at
+    return value_at(config, *KEYS[name])
 
 
 class EngineAnswers:
@@ -212,11 +217,11 @@ class EngineAnswers:
 
     def checkpoint_tag_validation_enabled(self) -> bool:
         """Whether ranks are to compare tags."""
-        return str(answer_path(self.given_config, "checkpoint.tag_validation", "warn")).lower() != "ignore"
+        return str(value_at(self.given_config, "checkpoint.tag_validation", "warn")).lower() != "ignore"
 
     def checkpoint_tag_validation_fail(self) -> bool:
         """Whether another tag is to be an error."""
-        return str(answer_path(self.given_config, "checkpoint.tag_validation", "warn")).lower() == "fail"
+        return str(value_at(self.given_config, "checkpoint.tag_validation", "warn")).lower() == "fail"
 
     def wall_clock_breakdown(self) -> bool:
         """Whether the parts of a step are to be timed."""

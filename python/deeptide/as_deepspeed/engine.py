@@ -17,20 +17,23 @@ from deeptide import _C
 from deeptide._C import Config, ConfigError, StepOutcome
 from deeptide._model.describe import whole_afterwards
 from deeptide._model.names import namer
+from deeptide.accelerator import get_accelerator
 from deeptide.as_deepspeed import NotSupportedError
 from deeptide.as_deepspeed._answers import CONSTANTS, KEYS, ZERO, EngineAnswers, answer
+from deeptide.as_deepspeed._attributes import VALUES, EngineAttributes
 from deeptide.as_deepspeed.checkpoint import client_state as _client_state
 from deeptide.as_deepspeed.checkpoint import consolidate
 from deeptide.as_deepspeed.checkpoint.parameters import OffloadStandIn, is_zero_param, mark_model
 from deeptide.as_deepspeed.config.batch_size import BatchSizeMethods
 from deeptide.as_deepspeed.helpers import groups
+from deeptide.as_deepspeed.names import surface
 from deeptide.as_deepspeed.names.table import ENGINE
 from deeptide.as_deepspeed.pipe.topology import (
     PipeDataParallelTopology,
     PipelineParallelGrid,
     PipeModelDataParallelTopology,
 )
-from deeptide.data import DataLoader
+from deeptide.as_deepspeed.training.loader import OrderedLoader
 from deeptide.engine import Engine
 
 
@@ -53,11 +56,12 @@ def lay_grid(engine: DeepSpeedEngine) -> PipelineParallelGrid:
     return grid
 
 
-class DeepSpeedEngine(EngineAnswers, BatchSizeMethods, Engine, torch.nn.Module):  # type: ignore[misc, unused-ignore]
+class DeepSpeedEngine(EngineAttributes, EngineAnswers, BatchSizeMethods, Engine, torch.nn.Module):  # type: ignore[misc, unused-ignore]
     """The engine of deepspeed.initialize: `module` is the model, `config` the dictionary that was given."""
 
     given_config: dict[str, Any]
     _grid: PipelineParallelGrid | None = None  # of stages and shared layers
+    _surface = "deepspeed.runtime.engine:DeepSpeedEngine"
 
     def __init__(self, core: Any, model: torch.nn.Module, config: Config, *rest: Any) -> None:
         torch.nn.Module.__init__(self)
@@ -66,6 +70,7 @@ class DeepSpeedEngine(EngineAnswers, BatchSizeMethods, Engine, torch.nn.Module):
         self.training = model.training
         self._clean = True  # no gradient since the last step, as far as this engine saw
         self.parameter_offload: OffloadStandIn | None = None
+        self._make_timer()
         if self.tensor_team is not None and dist.is_initialized():
             lay_grid(self)
 
@@ -80,8 +85,11 @@ class DeepSpeedEngine(EngineAnswers, BatchSizeMethods, Engine, torch.nn.Module):
             raise AttributeError(f"'DeepSpeedEngine' has no attribute '{name}'")
         if name in KEYS or name in ZERO or name in CONSTANTS:
             return functools.partial(answer, name, self.given_config)
-        if name in ENGINE:
-            raise NotSupportedError(f"DeepSpeedEngine.{name} is not supported by Deeptide: {ENGINE[name]}")
+        if name in VALUES:
+            return VALUES[name]
+        refused = surface.refused(self._surface, name, ENGINE.get(name, ""))
+        if refused is not None:
+            raise refused
         try:
             return getattr(modules["module"], name)
         except AttributeError:
@@ -100,6 +108,8 @@ class DeepSpeedEngine(EngineAnswers, BatchSizeMethods, Engine, torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output."""
         self._clean = self._clean and not torch.is_grad_enabled()
+        if self.training and not self.tput_timer.started:
+            self.tput_timer.start()
         return super().forward(*args, **kwargs)
 
     def train(self, mode: bool = True) -> DeepSpeedEngine:
@@ -130,6 +140,7 @@ class DeepSpeedEngine(EngineAnswers, BatchSizeMethods, Engine, torch.nn.Module):
         outcome = super().step(lr_kwargs)
         self._end_micro_batch(at_boundary)
         self._clean = at_boundary
+        self.tput_timer.stop(global_step=at_boundary)
         return outcome
 
     @contextlib.contextmanager
@@ -176,16 +187,8 @@ class DeepSpeedEngine(EngineAnswers, BatchSizeMethods, Engine, torch.nn.Module):
             return torch.utils.data.DataLoader(
                 dataset, size, sampler=data_sampler, collate_fn=collate_fn, drop_last=drop_last, **more
             )
-        return DataLoader(
-            dataset,
-            size,
-            collate_fn,
-            drop_last,
-            self._config.runtime.seed,
-            _C.make_world(self.world.store, self.data_parallel_rank, self.data_parallel_size),
-            route == "train",
-            **more,
-        )
+        world = _C.make_world(self.world.store, self.data_parallel_rank, self.data_parallel_size)
+        return OrderedLoader(dataset, size, collate_fn, drop_last, world=world, shuffle=route == "train", **more)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops accumulated gradients. Right after a step there are none, and no rank has to hear of it."""
@@ -205,7 +208,7 @@ class DeepSpeedEngine(EngineAnswers, BatchSizeMethods, Engine, torch.nn.Module):
         """Torch's compiler on the model, in place."""
         if schedule is not None:
             raise NotSupportedError("engine.compile(schedule=…): there is no DeepCompile here; leave it out")
-        Engine.compile(self, backend, compile_kwargs)
+        Engine.compile(self, backend or get_accelerator().get_compile_backend(), compile_kwargs)
 
     @property
     def overflow(self) -> bool:
@@ -262,6 +265,11 @@ class DeepSpeedEngine(EngineAnswers, BatchSizeMethods, Engine, torch.nn.Module):
         )
         self._clean = True
         return path, _client_state.unpacked(state)
+
+    @property
+    def loaded_checkpoint_dp_world_size(self) -> None:
+        """None: a checkpoint has no ranks, any world loads it."""
+        return None
 
     def autotp_size(self) -> int:
         """How many ranks share each layer; 0: the whole model is on each."""

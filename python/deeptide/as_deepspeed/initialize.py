@@ -26,6 +26,8 @@ from deeptide.as_deepspeed.checkpoint.parameters import OffloadStandIn, mark_mod
 from deeptide.as_deepspeed.config.configuration import counted_once, read_config
 from deeptide.as_deepspeed.engine import DeepSpeedEngine
 from deeptide.as_deepspeed.helpers.logging import set_log_level_from_string
+from deeptide.as_deepspeed.training.engine_optimizer import EngineOptimizer
+from deeptide.as_deepspeed.training.loader import OrderedLoader
 from deeptide.as_deepspeed.training.loss_scalers import EngineLossScale
 from deeptide.config import without_own_frames
 
@@ -140,6 +142,7 @@ def initialize(
         parsed = counted_once(given, parsed, dist.get_world_size())
         _check_accelerate(parsed, dist.get_world_size())
     parsed = tuned(parsed, optimizer)
+    optimizer_given = optimizer
     previous = _idle.pop(id(model), None)
     if previous is not None:
         previous.destroy()
@@ -151,9 +154,12 @@ def initialize(
         engine, optimizer, loader, scheduler = make_engine(
             _kind_for(model), model, parsed, plan, lr_scheduler, training_data, collate_fn, mpu=mpu,
             shuffle=not is_pipeline(model),  # DeepSpeed's pipelines take samples in the data's order
+            loader_kind=OrderedLoader, optimizer_kind=EngineOptimizer,
         )  # fmt: skip
     assert isinstance(engine, DeepSpeedEngine)
     engine.given_config = given
+    engine.client_optimizer, engine.client_lr_scheduler = optimizer_given, lr_scheduler
+    engine.training_data, engine.collate_fn, engine.mpu = training_data, collate_fn, mpu
     _dress(engine, model)
     if plan is None:
         _idle[id(model)] = engine
@@ -171,8 +177,7 @@ def _kind_for(model: torch.nn.Module) -> type[DeepSpeedEngine]:
 def _dress(engine: DeepSpeedEngine, model: torch.nn.Module) -> None:
     """Adds what libraries look for in fp16 and at stage 3, and an optimizer's stand-in where there is none."""
     if engine.optimizer is not None and engine.fp16_enabled():
-        scale = engine.optimizer.loss_scaler = engine.optimizer.loss_scale_config = EngineLossScale(engine)
-        engine.optimizer.dynamic_loss_scale = scale.dynamic
+        engine.optimizer.loss_scaler = engine.optimizer.loss_scale_config = EngineLossScale(engine)
     if engine.zero_optimization_stage() != 3:
         return
     mark_model(model, engine.world_size)

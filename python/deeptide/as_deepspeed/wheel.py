@@ -41,7 +41,7 @@ def build(folder: Path) -> Path:
     site = Path(SITE)
     info = f"deepspeed-{VERSION}.dist-info"
     files = {
-        "deepspeed/__init__.py": (site / "deepspeed" / "__init__.py").read_text(),
+        **{str(path.relative_to(site)): path.read_text() for path in sorted((site / "deepspeed").rglob("*.py"))},
         f"{info}/METADATA": (site / f"deepspeed-{VERSION}.egg-info" / "PKG-INFO").read_text(),
         f"{info}/WHEEL": _WHEEL,
         f"{info}/entry_points.txt": _COMMANDS,

@@ -398,7 +398,7 @@ class PipelineEngine(Engine):
     @contextlib.contextmanager
     def closing_pieces(self) -> Iterator[None]:
         """Inside, each backward of a chunk counts as the core's micro-batch, which gives gradients their usual sums."""
-        if self._cut.num_chunks == 1:
+        if not self._closes_itself():
             yield
             return
         self._core.set_gradient_accumulation_boundary(False)
@@ -410,8 +410,17 @@ class PipelineEngine(Engine):
 
     def await_the_end(self) -> None:
         """Before a step's last backward."""
-        if self._cut.num_chunks > 1:
+        if self._closes_itself():
             self._core.set_gradient_accumulation_boundary(True)
+
+    def _closes_itself(self) -> bool:
+        """Whether the core's count of micro-batches does not say where a step ends."""
+        return self._cut.num_chunks > 1 or self.micro_batches != self._core.batch_sizes().accumulation
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """A micro-batch's loss for the core, which divides by the configuration's accumulation."""
+        configured = self._core.batch_sizes().accumulation
+        return loss if self.micro_batches == configured else loss * (configured / self.micro_batches)
 
     def close_piece(self) -> StepOutcome:
         """After each backward: reduces, and after the last one steps. Collective over the stage."""

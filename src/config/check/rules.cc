@@ -21,9 +21,16 @@ void check_precision(const Values& values, Problems& problems) {
           "bfloat16 and fp16 modes cannot be simultaneously enabled; set fp16.enabled or bf16.enabled to false",
           problems);
   }
-  for (const char* key : {"fp16.enabled", "bf16.enabled"}) {
-    if (!values.flag("torch_autocast.enabled") || !values.flag(key)) continue;
-    blame(values, key, "true contradicts torch_autocast, which keeps parameters in fp32; set one of them to false",
+  if (!values.flag("torch_autocast.enabled")) return;
+  if (values.flag("fp16.enabled")) {
+    blame(values, "fp16.enabled",
+          "true contradicts torch_autocast, which keeps parameters in fp32; set one of them to false", problems);
+  }
+  const std::string lower = values.word("torch_autocast.dtype");
+  const bool is_bf16 = lower == "bfloat16" || lower == "torch.bfloat16" || lower == "bf16";
+  if (values.flag("bf16.enabled") && !is_bf16) {  // operators that autocast leaves alone run in the parameters' type
+    blame(values, "bf16.enabled",
+          "true contradicts torch_autocast.dtype \"" + lower + "\": name bfloat16 there, or set one of them to false",
           problems);
   }
 }

@@ -318,5 +318,17 @@ def test_its_commands_become_the_launcher_and_the_doctor(tmp_path):
         main()
     """
     assert f"-m deeptide.as_deepspeed {script}" in output_of(code)
-    report = run_python("import deeptide.as_deepspeed; from deepspeed.env_report import main; main()", check=False)
-    assert "torch" in report.stdout
+    script.write_text("raise SystemExit(3)")
+    failing = code.replace('"--dry-run", ', "") + "\n        print('no')"
+    done = run_python(failing, check=False)
+    assert done.returncode != 0 and "no" not in done.stdout.split()
+
+
+def test_a_program_that_asks_for_the_report_goes_on(tmp_path):
+    code = "import deeptide.as_deepspeed; from deepspeed.env_report import main, cli_main; main(); print('trained')"
+    report = output_of(code).splitlines()
+    assert report[-1] == "trained" and any("torch" in line for line in report[:-1])
+    assert output_of(f"import sys; sys.executable = ''; {code}", PATH=str(tmp_path)).splitlines() == [
+        "the command `deeptide` is not in PATH; it comes with Deeptide's wheel",
+        "trained",
+    ]

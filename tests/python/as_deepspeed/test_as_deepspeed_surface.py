@@ -325,3 +325,85 @@ def assert_equal(one, other):
 def test_whole_weights_are_written_in_files_of_a_size(tmp_path):
     pytest.importorskip("safetensors")
     run_processes(1, check_weight_files, str(tmp_path))
+
+
+def test_hosts_and_slots_are_read_as_deepspeed_reads_them(tmp_path):
+    interface()
+    from deepspeed.launcher import constants, runner
+
+    (tmp_path / "hosts").write_text("# two\n\na slots=2\nb slots=3\n")
+    hosts = runner.fetch_hostfile(str(tmp_path / "hosts"))
+    assert list(hosts.items()) == [("a", 2), ("b", 3)] and runner.fetch_hostfile(str(tmp_path / "none")) is None
+    everything = runner.parse_inclusion_exclusion(hosts, "", "")
+    assert everything == {"a": [0, 1], "b": [0, 1, 2]}
+    assert runner.parse_inclusion_exclusion(hosts, "b:2,0@b:0", "") == {"b": [0, 2]}
+    assert runner.parse_inclusion_exclusion(hosts, "", "a@b:1") == {"b": [0, 2]}
+    assert runner.apply_num_nodes_and_gpus(everything, 1, -1) == {"a": [0, 1]}
+    assert runner.apply_num_nodes_and_gpus(everything, -1, 1) == {"a": [0], "b": [0]}
+    assert json.loads(__import__("base64").urlsafe_b64decode(runner.encode_world_info(everything))) == everything
+    assert constants.PDSH_LAUNCHER == "pdsh" and runner.PDSH_MAX_FAN_OUT == 1024
+    for lines, text in (
+        (["a slots=1", "a slots=2"], "twice"),
+        (["a b slots=1"], "expected 'host slots=N'"),
+        ([""], "no host"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            runner._parse_hostfile(lines)
+    for include, exclude, text in (("a", "b", "exclusive"), ("c", "", "not in the hostfile"), ("", "a:7", "no slot 7")):
+        with pytest.raises(ValueError, match=text):
+            runner.parse_resource_filter(everything, include, exclude)
+
+
+def test_small_functions_of_sequences_files_and_sections(tmp_path):
+    interface()
+    from deepspeed.monitor.config import get_monitor_config
+    from deepspeed.monitor.monitor import MonitorMaster
+    from deepspeed.runtime.config import get_communication_data_type
+    from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+    from deepspeed.runtime.precision_config import DeepSpeedFP16Config
+    from deepspeed.sequence.layer import apply_rotary_pos_emb
+    from deepspeed.utils.zero_to_fp32 import get_model_state_file, get_optim_files
+    from pydantic import Field, ValidationError
+
+    angle = torch.tensor(0.3)
+    turned = apply_rotary_pos_emb(torch.tensor([[1.0, 2.0, 5.0]]), angle.cos().repeat(2), angle.sin().repeat(2))
+    expected = [[angle.cos() - 2 * angle.sin(), 2 * angle.cos() + angle.sin(), 5.0]]
+    torch.testing.assert_close(turned, torch.tensor(expected))
+
+    for number in (10, 2, 1):
+        (tmp_path / f"zero_{number}_optim_states.pt").touch()
+    assert [os.path.basename(path)[5:7].strip("_") for path in get_optim_files(tmp_path)] == ["1", "2", "10"]
+    with pytest.raises(FileNotFoundError, match="mp_rank_00_model_states"):
+        get_model_state_file(tmp_path, 3)
+
+    monitors = get_monitor_config({"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "a"}})
+    MonitorMaster(monitors).write_events([("Train/loss", 2.0, 8)])
+    assert (tmp_path / "a" / "Train_loss.csv").read_text() == "step,loss\n8,2.0\n" and monitors.wandb.team is None
+    assert get_communication_data_type({"communication_data_type": "BF16"}) is torch.bfloat16
+
+    class Section(DeepSpeedConfigModel):
+        new: int = 0
+        old: int = Field(0, json_schema_extra={"deprecated": True, "new_param": "new", "new_param_fn": lambda x: x + 1})
+
+    assert Section(old=2).new == 3 and Section(new="auto").new == 0
+    with pytest.raises(ValidationError):
+        Section(other=1)
+    with pytest.raises(AssertionError, match="got old and new"):
+        Section(old=1, new=1)
+    with pytest.raises(ValidationError, match="expected an integer above 0"):
+        DeepSpeedFP16Config(enabled=True, loss_scale_window=0)
+    assert DeepSpeedFP16Config(loss_scale=8, enabled=True, loss_scale_window=0).loss_scale_window == 0
+
+
+def test_a_section_without_a_switch_is_on_where_one_within_is():
+    from deeptide.as_deepspeed.config.configuration import translate
+
+    batching = {"dynamic_batching": {"enabled": True, "max_tokens": 8}}
+    read, lines = translate({"train_batch_size": 1, "data_efficiency": {"data_sampling": batching}})
+    assert read["data_efficiency"]["enabled"] and read["data_efficiency"]["data_sampling"]["enabled"]
+    assert [line.split(":")[0] for line in lines] == [
+        "data_efficiency.enabled",
+        "data_efficiency.data_sampling.enabled",
+    ]
+    off = {"data_efficiency": {"enabled": True, "data_sampling": {"enabled": False, **batching}}}
+    assert translate(off) == (off, [])

@@ -240,9 +240,31 @@ def test_torch_autocast_computes_in_the_lower_type_and_keeps_fp32_parameters(sta
 
 
 def test_autocast_beside_fp16_is_refused():
-    config = models.config(0, torch_autocast={"enabled": True}, bf16=True)
-    with pytest.raises(deeptide.ConfigError, match="contradicts torch_autocast"):
-        deeptide.initialize(model=models.make_model(kind=Net), config=config)
+    for others in (
+        {"fp16": {"enabled": True}},
+        {"bf16": True, "torch_autocast": {"enabled": True, "dtype": "float16"}},
+    ):
+        config = models.config(0, **{"torch_autocast": {"enabled": True}, **others})
+        with pytest.raises(deeptide.ConfigError, match="contradicts torch_autocast"):
+            deeptide.initialize(model=models.make_model(kind=Net), config=config)
+
+
+def test_autocast_in_bf16_goes_with_bf16_parameters():
+    def losses_of(config):
+        engine, *_ = deeptide.initialize(model=models.make_model(kind=Net), config=config)
+        assert next(engine.module.parameters()).dtype == torch.bfloat16
+        losses = []
+        for step in range(4):
+            with torch.autocast("cpu", torch.bfloat16, enabled="torch_autocast" not in config):
+                loss = engine(inputs(0, step).bfloat16()).float().square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        engine.destroy()
+        return losses
+
+    own = losses_of(models.config(2, bf16=True))
+    assert losses_of(models.config(2, bf16=True, torch_autocast={"enabled": True, "dtype": "bfloat16"})) == own
 
 
 @pytest.mark.parametrize("bf16", [False, True])

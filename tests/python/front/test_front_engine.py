@@ -312,12 +312,10 @@ def test_a_checkpoint_without_directory_is_refused(name, directory):
         getattr(start(), name)(directory)
 
 
-@pytest.mark.parametrize(("stage", "gather", "saved"), [(0, False, True), (3, False, False), (3, True, True)])
-def test_whole_model_is_written_as_safetensors(tmp_path, stage, gather, saved):
-    zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": gather}
-    engine = start(
-        {**CONFIG, "zero_optimization": zero} if gather else {**CONFIG, "zero_optimization": {"stage": stage}}
-    )
+@pytest.mark.parametrize(("stage", "gather", "saved"), [(0, None, True), (3, False, False), (3, None, True)])
+def test_whole_model_is_written_as_safetensors_unless_the_key_says_false(tmp_path, stage, gather, saved):
+    zero = {"stage": stage} if gather is None else {"stage": stage, "stage3_gather_16bit_weights_on_model_save": gather}
+    engine = start({**CONFIG, "zero_optimization": zero})
     expected = state_of(engine)
     assert engine.save_16bit_model(tmp_path / "out") == saved
     if saved:

@@ -15,7 +15,7 @@ from deeptide._process.log import DeeptideWarning, say
 
 @pytest.fixture
 def engine(tmp_path):
-    engine = edges.start(stage=3)
+    engine = edges.start(stage=3, zero={"stage3_gather_16bit_weights_on_model_save": False})
     yield engine
     engine.destroy()
 

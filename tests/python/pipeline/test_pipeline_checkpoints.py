@@ -164,8 +164,8 @@ def train_process(num_stages, stage, folder):
     assert torch.distributed.get_world_size(groups.get_data_parallel_group()) == data_size
     assert groups.get_model_parallel_world_size() == num_stages and groups.get_model_parallel_rank() == engine.stage_id
     assert groups.get_tensor_model_parallel_world_size() == 1
-    with pytest.raises(RuntimeError, match="set_train_batch_size: not supported yet with a pipeline"):
-        engine.set_train_batch_size(64)
+    with pytest.raises(ValueError, match=r"set_train_batch_size\(63\): expected a multiple of"):
+        engine.set_train_batch_size(63)
     given = stages.batches(rank % data_size, data_size, BEFORE + AFTER, GAS)
     losses = [engine.train_batch(data_iter=given).item() for _ in range(BEFORE)]
     engine.save_checkpoint(folder)
@@ -185,3 +185,30 @@ def test_a_script_for_deepspeed_trains_as_the_uncut_model_does(num_stages, data_
         assert losses == pytest.approx(uncut[0][0], rel=1e-5)
         assert norm == pytest.approx(uncut[0][1][-1], rel=1e-4)
         assert is_first == (rank < data_size)
+
+
+def grown(num_stages, first):
+    """Losses and a weight of steps that begin with `first` micro-batches and go on with GAS."""
+    importlib.import_module("deeptide.as_deepspeed")
+    deepspeed = importlib.import_module("deepspeed")
+    deepspeed.init_distributed("gloo")
+    data_size = torch.distributed.get_world_size() // num_stages
+    model = importlib.import_module("deepspeed.pipe").PipelineModule(
+        stages.layers(tied=True), num_stages=num_stages, loss_fn=stages.loss_of
+    )
+    engine, *_ = deepspeed.initialize(model=model, config=stages.config(1, first))
+    engine.set_train_batch_size(stages.MICRO * GAS * data_size)
+    assert engine.micro_batches == GAS == engine.gradient_accumulation_steps()
+    given = stages.batches(torch.distributed.get_rank() % data_size, data_size, 3, GAS)
+    losses = [engine.train_batch(data_iter=given).item() for _ in range(3)]
+    weights = [float(parameter.detach().double().sum()) for parameter in engine.module.parameters()]
+    print(json.dumps([losses, engine.get_global_grad_norm(), weights, engine.global_steps]))
+
+
+def test_a_pipeline_takes_another_train_batch_size():
+    outputs = [run_processes(2, grown, 2, first) for first in (GAS, 1, GAS + 1)]
+    straight, *changed = [[json.loads(done.stdout.splitlines()[-1]) for done in output] for output in outputs]
+    for ranks in changed:
+        for mine, theirs in zip(ranks, straight, strict=True):
+            assert mine[0] == pytest.approx(theirs[0], rel=1e-5) and mine[1] == pytest.approx(theirs[1], rel=1e-4)
+            assert mine[2] == pytest.approx(theirs[2], rel=1e-5, abs=1e-6) and mine[3] == theirs[3] == 3

@@ -44,7 +44,7 @@ def test_a_rebound_buffer_is_saved_exported_and_loaded_as_it_is(stage, tmp_path)
         assert now.abs().sum() > 0
         assert torch.equal(engine.module_state_dict()["mean"], now)
         engine.save_checkpoint(tmp_path / "saved")
-        assert engine.save_16bit_model(tmp_path) or stage == 3
+        assert engine.save_16bit_model(tmp_path)
         train(engine, 1, first=3, rank=world.rank)
         assert not torch.equal(engine.module.mean, now)
         engine.load_checkpoint(tmp_path / "saved")

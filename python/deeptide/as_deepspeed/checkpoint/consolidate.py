@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import glob
 import os
+import re
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -144,6 +146,33 @@ def _is_checkpoint(folder: str) -> bool:
     if not os.path.isdir(folder):
         return False
     return any(name == "manifest.json" or name.endswith("model_states.pt") for name in os.listdir(folder))
+
+
+def get_checkpoint_files(checkpoint_dir: Any, glob_pattern: str) -> list[str]:
+    """Files of a pattern in a folder, those of a higher number after others. Errors: FileNotFoundError without any."""
+    found = glob.glob(os.path.join(checkpoint_dir, glob_pattern))
+    if not found:
+        raise FileNotFoundError(f"can't find {glob_pattern} files in directory '{checkpoint_dir}'")
+    return sorted(found, key=lambda path: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path)])
+
+
+def get_optim_files(checkpoint_dir: Any) -> list[str]:
+    """DeepSpeed's files of optimizer states in a folder of its own checkpoint."""
+    return get_checkpoint_files(checkpoint_dir, "*_optim_states.pt")
+
+
+def get_model_state_files(checkpoint_dir: Any) -> list[str]:
+    """Its files of the model."""
+    return get_checkpoint_files(checkpoint_dir, "*_model_states.pt")
+
+
+def get_model_state_file(checkpoint_dir: Any, zero_stage: int) -> str:
+    """The file of rank 0's model. Errors: FileNotFoundError without one."""
+    name = f"{'zero_pp_rank_0_' if zero_stage == 3 else ''}mp_rank_00_model_states.pt"
+    path = os.path.join(checkpoint_dir, name)
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"can't find model states file at '{path}'")
+    return path
 
 
 def _open(checkpoint_dir: Any, tag: str | None) -> CheckpointReader:

@@ -19,7 +19,8 @@ import torch
 from deeptide import _C
 from deeptide._C import Config, ConfigError
 from deeptide._process.log import say
-from deeptide.as_deepspeed.config.values import dict_raise_error_on_duplicate_keys
+from deeptide.as_deepspeed.config.values import dict_raise_error_on_duplicate_keys, value_at
+from deeptide.as_deepspeed.names import surface
 from deeptide.config import load_config
 
 ADAM_OPTIMIZER = "adam"
@@ -157,6 +158,27 @@ def _without_cpu_offload(config: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _switch_on_around(config: dict[str, Any]) -> list[str]:
+    """Sections of data_efficiency without "enabled" around one that is on: DeepSpeed reads the inner switch alone."""
+    outer = config.get("data_efficiency")
+    if not isinstance(outer, dict):
+        return []
+    lines = []
+    for name, children in (
+        ("data_sampling", ("curriculum_learning", "dynamic_batching")),
+        ("data_routing", ("random_ltd",)),
+    ):
+        section = outer.get(name)
+        inner = section if isinstance(section, dict) else {}
+        if not any(isinstance(inner.get(child), dict) and inner[child].get("enabled") is True for child in children):
+            continue
+        for path, around in (("data_efficiency", outer), (f"data_efficiency.{name}", inner)):
+            if "enabled" not in around:
+                around["enabled"] = True
+                lines.append(f"{path}.enabled: true, since a section in it is on")
+    return lines
+
+
 def translate(given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """A copy of a configuration that Deeptide reads, and a line for each change that this took."""
     config = copy.deepcopy(given)
@@ -175,6 +197,7 @@ def translate(given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         if key not in _schema() and not key.startswith(("_", "//")):
             del config[key]
             lines.append(f"{key}: dropped, a key that DeepSpeed ignores as well")
+    lines += _switch_on_around(config)
     if not torch.cuda.is_available():
         lines += _without_cpu_offload(config)
     if isinstance(config.get("log_level"), str):
@@ -217,6 +240,40 @@ def counted_once(given: dict[str, Any], config: Config, ranks: int) -> Config:
     return load_config(translate({**given, "train_batch_size": train // shared})[0])
 
 
+_SECTIONS = "engine.config has the section as it was given, and docs/config.md its keys"
+# Attributes that are a key of the configuration, or else DeepSpeed's default.
+_VALUES: dict[str, tuple[str, Any]] = {
+    name: (path or name, default)
+    for name, path, default in (
+        ("aio_config", "aio", None),
+        ("buffer_dtype", "data_types.buffer_dtype", None),
+        ("checkpoint_config", "checkpoint", {}),
+        ("checkpoint_parallel_write_pipeline", "checkpoint.parallel_write.pipeline_stage", False),
+        ("communication_data_type", "", None),
+        ("data_efficiency_config", "data_efficiency", {}),
+        ("data_efficiency_enabled", "data_efficiency.enabled", False),
+        ("dataloader_drop_last", "", False),
+        ("disable_allgather", "", False),
+        ("disable_python_gc", "", False),
+        ("eigenvalue_enabled", "quantize_training.eigenvalue.enabled", False),
+        ("grad_accum_dtype", "data_types.grad_accum_dtype", None),
+        ("gradient_predivide_factor", "", 1.0),
+        ("load_universal_checkpoint", "checkpoint.load_universal", False),
+        ("log_level", "", None),
+        ("memory_breakdown", "", False),
+        ("optimizer_legacy_fusion", "optimizer.legacy_fusion", False),
+        ("param_dtype", "data_types.param_dtype", None),
+        ("pipeline", "", {}),
+        ("prescale_gradients", "", False),
+        ("torch_autocast_enabled", "torch_autocast.enabled", False),
+        ("torch_autocast_lower_precision_safe_modules", "torch_autocast.lower_precision_safe_modules", None),
+        ("use_node_local_storage", "checkpoint.use_node_local_storage", False),
+        ("wall_clock_breakdown", "", False),
+        ("zero_force_ds_cpu_optimizer", "", True),
+    )
+}
+
+
 class DeepSpeedConfig:
     """The values of a configuration that scripts read by attribute, resolved for the world that the ranks form."""
 
@@ -231,11 +288,8 @@ class DeepSpeedConfig:
         self.gradient_clipping = parsed.gradient_clipping
         self.gradient_allreduce_op = str(self._param_dict.get("gradient_allreduce_op", "mean")).lower()
         self.steps_per_print = parsed.steps_per_print
-        self.zero_config = parsed.zero
         self.zero_optimization_stage = parsed.zero.stage
         self.zero_enabled = parsed.zero.stage > 0
-        self.float16_config = self.fp16_config = self._param_dict.get("fp16", {})
-        self.bfloat16_config = self._param_dict.get("bf16", {})
         self.fp16_enabled, self.bfloat16_enabled = parsed.fp16, parsed.bf16
         self.optimizer_name = str((self._param_dict.get("optimizer") or {}).get("type", "")).lower() or None
         self.optimizer_params = (self._param_dict.get("optimizer") or {}).get("params")
@@ -243,6 +297,54 @@ class DeepSpeedConfig:
         self.scheduler_params = (self._param_dict.get("scheduler") or {}).get("params")
         self.zero_allow_untested_optimizer = True
         self.dump_state = bool(self._param_dict.get("dump_state", False))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _VALUES:
+            return value_at(self.__dict__["_param_dict"], *_VALUES[name])
+        refused = surface.refused("deepspeed.runtime.config:DeepSpeedConfig", name, _SECTIONS)
+        raise refused or AttributeError(f"'DeepSpeedConfig' has no attribute '{name}'")
+
+    @property
+    def zero_config(self) -> Any:
+        """The section "zero_optimization" as an object."""
+        from deeptide.as_deepspeed.config.zero import get_zero_config
+
+        return get_zero_config(self._param_dict)
+
+    @property
+    def monitor_config(self) -> Any:
+        """The sections of monitors as objects."""
+        from deeptide.as_deepspeed.config.monitor import get_monitor_config
+
+        return get_monitor_config(self._param_dict)
+
+    @property
+    def float16_config(self) -> Any:
+        """The section "fp16" as an object."""
+        from deeptide.as_deepspeed.config.precision import get_float16_config
+
+        return get_float16_config(self._param_dict)
+
+    @property
+    def bfloat16_config(self) -> Any:
+        """The section "bf16" as an object."""
+        from deeptide.as_deepspeed.config.precision import get_bfloat16_config
+
+        return get_bfloat16_config(self._param_dict)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that train on different data, as the launcher says."""
+        return int(os.environ.get("WORLD_SIZE", "1"))
+
+    @property
+    def global_rank(self) -> int:
+        """This rank's number."""
+        return int(os.environ.get("RANK", "0"))
+
+    def print_user_config(self) -> None:
+        """Prints what was given."""
+        self.print("json")
 
     def print(self, name: str) -> None:
         """Prints what was read."""

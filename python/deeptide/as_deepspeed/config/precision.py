@@ -7,12 +7,11 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar
 
-from deeptide._C import ConfigError
-from deeptide.as_deepspeed.config.zero import DeepSpeedConfigModel
+from deeptide.as_deepspeed.config.zero import DeepSpeedConfigModel, invalid
 
 
 class DeepSpeedFP16Config(DeepSpeedConfigModel):
-    """The section "fp16". Errors: ConfigError for a loss scale that is no finite number of at least 0."""
+    """The section "fp16". Errors: ValueError for a loss scale that is no finite number of at least 0."""
 
     DEFAULTS: ClassVar[dict[str, Any]] = {
         "enabled": False,
@@ -25,19 +24,29 @@ class DeepSpeedFP16Config(DeepSpeedConfigModel):
         "min_loss_scale": 1,
         "fp16_master_weights_and_grads": False,
     }
+    enabled: bool
     loss_scale: Any
 
     def __init__(self, strict: bool = False, **given: Any) -> None:
         super().__init__(strict, **given)
         text = f"fp16.loss_scale: got {self.loss_scale!r}; it must be a number of at least 0, 0 for a dynamic scale"
         if isinstance(self.loss_scale, bool):
-            raise ConfigError(text)
+            raise invalid(type(self), text)
         try:
             self.loss_scale = float(self.loss_scale)
         except (TypeError, ValueError):
-            raise ConfigError(text) from None
+            raise invalid(type(self), text) from None
         if not math.isfinite(self.loss_scale) or self.loss_scale < 0:
-            raise ConfigError(text)
+            raise invalid(type(self), text)
+        if self.enabled and self.loss_scale == 0:
+            for name in ("loss_scale_window", "min_loss_scale"):
+                self._check_count(name, getattr(self, name))
+
+    def _check_count(self, name: str, value: Any) -> None:
+        """Errors: of pydantic's, or ConfigError, for what is no whole number above 0."""
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or value <= 0 or value != int(value):
+            raise invalid(type(self), f"fp16.{name}: got {value!r}, expected an integer above 0 for a dynamic scale")
 
 
 class DeepSpeedBF16Config(DeepSpeedConfigModel):

@@ -7,11 +7,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from deeptide._C import ConfigError
+
+
+def value_at(config: dict[str, Any], path: str, default: Any) -> Any:
+    """The value at "a.b" of nested dictionaries, or the default."""
+    at: Any = config
+    for key in path.split("."):
+        at = at.get(key) if isinstance(at, dict) else None
+    return default if at is None else at
+
 
 # Function: key, default.
 _KEYS: dict[str, tuple[str, Any]] = {
-    "get_communication_data_type": ("communication_data_type", None),
     "get_dataloader_drop_last": ("dataloader_drop_last", False),
     "get_dump_state": ("dump_state", False),
     "get_gradient_accumulation_steps": ("gradient_accumulation_steps", None),
@@ -50,6 +60,17 @@ def _reader(name: str) -> Callable[[dict[str, Any]], Any]:
 
 
 globals().update({name: _reader(name) for name in NAMES})
+
+
+def get_communication_data_type(
+    param_dict: dict[str, Any], comm_type: str = "communication_data_type", comm_data_type_default: str | None = None
+) -> torch.dtype | None:
+    """The type that a key names; None for the parameters' own. Errors: ValueError for another word."""
+    word = param_dict.get(comm_type, comm_data_type_default)
+    types = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+    if word is None or word.lower() in types:
+        return None if word is None else types[word.lower()]
+    raise ValueError(f"{comm_type}: got {word!r}, expected one of {', '.join(types)}")
 
 
 def get_scalar_param(param_dict: dict[str, Any], param_name: str, param_default_value: Any) -> Any:

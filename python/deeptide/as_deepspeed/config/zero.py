@@ -20,6 +20,18 @@ DEFAULT_LEAF_MODULE_NAMES: list[str] = []
 DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []
 
 
+def invalid(kind: type, text: str) -> ValueError:
+    """The error for a value: pydantic's own where the program has it, as DeepSpeed's programs expect."""
+    if "pydantic" not in sys.modules:
+        return ConfigError(text)
+    from pydantic import ValidationError
+    from pydantic_core import PydanticCustomError
+
+    return ValidationError.from_exception_data(
+        kind.__name__, [{"type": PydanticCustomError("value_error", text), "loc": (), "input": None}]
+    )
+
+
 class DeepSpeedConfigModel:
     """Keys of one section as attributes: those that were given, and the defaults of the others."""
 
@@ -33,9 +45,8 @@ class DeepSpeedConfigModel:
             name = key.removeprefix(self.PREFIX) if self.PREFIX else key
             name = key if key in self.DEFAULTS else name
             if name not in self.DEFAULTS:
-                raise ConfigError(
-                    f"{type(self).__name__}: unknown key '{key}'; expected one of {', '.join(self.DEFAULTS)}"
-                )
+                known = ", ".join(self.DEFAULTS)
+                raise invalid(type(self), f"{type(self).__name__}: unknown key '{key}'; expected one of {known}")
             if value != "auto" or strict:
                 setattr(self, name, value)
 
@@ -147,7 +158,7 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
         "model_persistence_threshold": sys.maxsize,
         "max_live_parameters": _BILLION,
         "max_reuse_distance": _BILLION,
-        "gather_16bit_weights_on_model_save": False,
+        "gather_16bit_weights_on_model_save": True,  # as the engine does without it; DeepSpeed: False
         "stage3_gather_fp16_weights_on_model_save": False,
         "module_granularity_threshold": 0,
         "use_all_reduce_for_fetch_params": False,

@@ -147,7 +147,7 @@ def split_params_grads_into_shared_and_expert_params(
     return [parameter.grad.float() for parameter in group if parameter.grad is not None], []
 
 
-def has_moe_layers(module: torch.nn.Module) -> tuple[bool, int]:
+def has_moe_layers(m: torch.nn.Module) -> tuple[bool, int]:
     """(False, 0): expert parallelism is not here."""
     return False, 0
 
@@ -218,17 +218,21 @@ def set_z3_leaf_modules_by_suffix(
     return _set_named(model, module_name_suffixes, flag, raise_if_not_found, str.endswith)
 
 
-def unset_z3_leaf_modules(model: torch.nn.Module, leaf_module_classes: Iterable[Any]) -> list[torch.nn.Module]:
-    """Takes it back."""
+def unset_z3_leaf_modules(
+    model: torch.nn.Module, leaf_module_classes: Iterable[Any], raise_if_not_found: bool = True
+) -> list[torch.nn.Module]:
+    """Takes it back. Errors: ValueError if there are none of these classes."""
     found = _matching(model, leaf_module_classes)
+    if not found and raise_if_not_found:
+        raise ValueError(f"no modules of these classes in {type(model).__name__}: {list(leaf_module_classes)}")
     for module in found:
         module.__dict__["_z3_leaf"] = False
     return found
 
 
-def set_z3_leaf_module(module: torch.nn.Module, flag: bool) -> None:
+def set_z3_leaf_module(model: torch.nn.Module, flag: bool) -> None:
     """Does so for one module."""
-    module.__dict__["_z3_leaf"] = flag
+    model.__dict__["_z3_leaf"] = flag
 
 
 def get_z3_leaf_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -236,11 +240,11 @@ def get_z3_leaf_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 
-def z3_leaf_module(module: torch.nn.Module) -> bool:
+def z3_leaf_module(model: torch.nn.Module) -> bool:
     """Whether it was set."""
-    return bool(module.__dict__.get("_z3_leaf", False))
+    return bool(model.__dict__.get("_z3_leaf", False))
 
 
-def z3_leaf_parameter(param: torch.Tensor) -> bool:
+def z3_leaf_parameter(model: torch.Tensor) -> bool:
     """False: parameters are not marked."""
     return False

@@ -12,7 +12,6 @@ _SEQUENCE = "there is no sequence parallelism yet; use gradient checkpointing fo
 _TENSOR = "layers that ranks share are deeptide.tensor's; parallel.tensor cuts models as they are"
 _INFERENCE = "there is no inference engine; the model's own generate() works, also between steps"
 _MOQ = 'weights are quantised by the section "compression_training", which init_compression prepares'
-_MONITOR = "deepspeed.monitor.monitor.MonitorMaster takes a deeptide.Config; engine.monitor is the engine's own"
 _PROFILER = 'the configuration\'s section "flops_profiler" is read by the engine; FlopsProfiler takes arguments'
 _AUTOTUNE = "the search is a command: deeptide tune, or deepspeed --autotuning tune"
 _FILES = 'transfers to files are the engine\'s own: offload_optimizer and offload_param with "device": "nvme"'
@@ -56,7 +55,6 @@ _ROWS = (
     ("moe.layer", _MOE, "MoE"),
     ("moe.mappings", _MOE, "drop_tokens gather_tokens"),
     ("moe.sharded_moe", _MOE, "MOELayer TopKGate top1gating top2gating topkgating"),
-    ("monitor.config", _MONITOR, "DeepSpeedMonitorConfig get_monitor_config"),
     ("ops.aio", _FILES, "aio_handle"),
     ("ops.quantizer", _MOQ, "ds_quantizer"),
     ("ops.transformer", _INFERENCE, "DeepSpeedTransformerInference DeepSpeedInferenceConfig"),
@@ -116,7 +114,7 @@ _ROWS = (
     (
         "launcher.runner",
         "`deeptide` reads hostfiles and starts ranks; `deeptide --dry-run` prints what it makes of them",
-        "encode_world_info fetch_hostfile parse_args parse_inclusion_exclusion parse_num_nodes parse_resource_filter",
+        "parse_args run_autotuning",
     ),
     ("utils.numa", "`deeptide --bind_cores_to_rank` shares cores out", "get_numa_cores get_numactl_cmd"),
     ("utils.pin_memory", "memory that a device copies is pinned by the engine", "NativePinnedMemory"),
@@ -171,8 +169,14 @@ _WORKING = (
     (
         "runtime.pipe.topology",
         "as_deepspeed.pipe.topology",
-        "PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid ProcessTopology",
+        "PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid ProcessTopology _prime_factors",
     ),
+    (
+        "monitor.config",
+        "as_deepspeed.config.monitor",
+        "CSVConfig CometConfig DeepSpeedMonitorConfig TensorBoardConfig WandbConfig get_monitor_config",
+    ),
+    ("sequence.layer", "as_deepspeed.helpers.rotary", "apply_rotary_pos_emb _rotate_half _torchembed_available"),
     ("compression.basic_layer", "as_deepspeed.training.compression", "QuantAct"),
     ("compression.helper", "as_deepspeed.training.compression", "is_module_compressible"),
     (

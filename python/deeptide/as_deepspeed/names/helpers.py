@@ -113,6 +113,14 @@ HELPERS: dict[str, dict[str, Name]] = {
         "to_python_float",
     ),
     "deepspeed.runtime.fp16.unfused_optimizer": _all("training.optimizers", "FP16_UnfusedOptimizer"),
+    "deepspeed.launcher.constants": _all(
+        "constants.launcher",
+        *(
+            name
+            for name in _assigned("constants.launcher")
+            if name.endswith("_LAUNCHER") or name[:5] in ("PDSH_", "MVAPI")
+        ),
+    ),
     "deepspeed.runtime.lr_schedules": _all("constants.schedules", *_assigned("constants.schedules")),
     "deepspeed.runtime.precision_config": _all(
         "config.precision", "DeepSpeedBF16Config", "DeepSpeedFP16Config", "get_bfloat16_config", "get_float16_config"

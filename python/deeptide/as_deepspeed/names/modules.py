@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.machinery
+import os
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NoReturn
 
-from deeptide.as_deepspeed import INTERFACE_VERSION, NotSupportedError
+from deeptide.as_deepspeed import INTERFACE_VERSION, SITE, NotSupportedError
+from deeptide.as_deepspeed.names import surface
 from deeptide.as_deepspeed.names.table import ALIASES, MODULES, Name, Status
 
 
@@ -54,8 +56,17 @@ def _submodule(full_name: str) -> str | None:
     """The module that `full_name` stands for; None if there is none."""
     if full_name in ALIASES:
         return ALIASES[full_name]
-    known = full_name in MODULES or any(module.startswith(full_name + ".") for module in (*MODULES, *ALIASES))
+    known = full_name in MODULES or _has_modules(full_name) or full_name in surface.paths()
     return full_name if known else None
+
+
+def _paths_of(module: str) -> list[str]:
+    """The paths under which DeepSpeed has what is one module here."""
+    return [module, *(path for path, target in ALIASES.items() if target == module)]
+
+
+def _has_modules(full_name: str) -> bool:
+    return any(module.startswith(full_name + ".") for module in (*MODULES, *ALIASES))
 
 
 def _lookup(module: str, names: dict[str, Any]) -> Callable[[str], Any]:
@@ -69,6 +80,8 @@ def _lookup(module: str, names: dict[str, Any]) -> Callable[[str], Any]:
             value = importlib.import_module(target)
         elif name.startswith("__"):
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        elif any(name in surface.members(path) for path in _paths_of(module)):
+            value = refuse(module, name, f"it is in DeepSpeed {INTERFACE_VERSION}, and nothing here stands for it")
         else:
             raise MissingNameError(
                 f"{module}.{name} is not in Deeptide's interface of deepspeed {INTERFACE_VERSION}; "
@@ -81,7 +94,8 @@ def _lookup(module: str, names: dict[str, Any]) -> Callable[[str], Any]:
     return look
 
 
-def _fill(module: str, names: dict[str, Any]) -> None:
+def fill(module: str, names: dict[str, Any]) -> None:
+    """Gives a module its names of the table: each is looked up when it is first used."""
     names["__getattr__"] = _lookup(module, names)
     names["__all__"] = [name for name in MODULES.get(module, {}) if not name.startswith("_")]
     names["__dir__"] = lambda: sorted({*names, *MODULES.get(module, {})})
@@ -95,7 +109,11 @@ class _Finder:
     ) -> importlib.machinery.ModuleSpec | None:
         if not full_name.startswith("deepspeed.") or _submodule(full_name) is None:
             return None
-        return importlib.machinery.ModuleSpec(full_name, self, is_package=True)  # type: ignore[arg-type]
+        if full_name not in ALIASES and not (surface.is_package(full_name) or _has_modules(full_name)):
+            return importlib.machinery.ModuleSpec(full_name, self)  # type: ignore[arg-type]
+        spec = importlib.machinery.ModuleSpec(full_name, self, is_package=True)  # type: ignore[arg-type]
+        spec.submodule_search_locations = [os.path.join(SITE, *full_name.split("."))]
+        return spec
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         target = ALIASES.get(spec.name)
@@ -103,11 +121,11 @@ class _Finder:
 
     def exec_module(self, module: ModuleType) -> None:
         if module.__name__ in MODULES or module.__name__ not in ALIASES:
-            _fill(module.__name__, module.__dict__)
+            fill(module.__name__, module.__dict__)
 
 
 def install(names: dict[str, Any]) -> None:
     """Fills the module `deepspeed` and makes those below it importable."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())
-    _fill("deepspeed", names)
+    fill("deepspeed", names)

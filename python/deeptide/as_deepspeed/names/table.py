@@ -206,8 +206,8 @@ _FP32 = {
         "load_state_dict_from_zero_checkpoint",
     )
 } | {
-    "get_model_state_file": absent("a checkpoint here has no such file; use get_fp32_state_dict_from_zero_checkpoint"),
-    "get_optim_files": absent("a checkpoint here has no such files; use get_fp32_state_dict_from_zero_checkpoint"),
+    name: differs(f"checkpoint.consolidate:{name}", "of a folder that DeepSpeed itself wrote; ours has no such files")
+    for name in ("get_checkpoint_files", "get_model_state_file", "get_model_state_files", "get_optim_files")
 }
 
 _PIPE_NAMES = {
@@ -242,7 +242,7 @@ _TOP = {
         "config.configuration:DeepSpeedConfig", "the keys that this page and docs/config.md name"
     ),
     "DeepSpeedConfigError": works("deeptide._C:ConfigError"),
-    "DeepSpeedDataLoader": works("deeptide.data:DataLoader"),
+    "DeepSpeedDataLoader": ours("training.loader:DeepSpeedDataLoader"),
     "OnDevice": differs("checkpoint.parameters:OnDevice", "torch.device and torch.set_default_dtype"),
     "get_accelerator": works("deeptide.accelerator:get_accelerator"),
     "log_dist": ours("helpers.logging:log_dist"),
@@ -314,7 +314,7 @@ MODULES: dict[str, dict[str, Name]] = {
         "compute_elastic_config": works("deeptide.elasticity:compute_elastic_config"),
         "elasticity_enabled": works("deeptide.elasticity:elasticity_enabled"),
     },
-    "deepspeed.env_report": {"main": ours("commands:report"), "cli_main": ours("commands:report")},
+    "deepspeed.env_report": {"main": ours("commands:print_report"), "cli_main": ours("commands:print_report")},
     "deepspeed.git_version_info": {
         "version": _TOP["version"],
         "git_hash": _TOP["git_hash"],
@@ -326,7 +326,24 @@ MODULES: dict[str, dict[str, Name]] = {
     "deepspeed.inference.engine": {"InferenceEngine": absent(_INFERENCE)},
     "deepspeed.launcher.runner": {
         "DEEPSPEED_ENVIRONMENT_NAME": ours("commands:ENVIRONMENT_FILE"),
-        "main": differs("commands:launch", "starts `deeptide --as-deepspeed`, whose options are DeepSpeed's"),
+        **{
+            name: ours(f"helpers.hostfile:{name}")
+            for name in (
+                "_parse_hostfile",
+                "apply_num_nodes_and_gpus",
+                "encode_world_info",
+                "fetch_hostfile",
+                "parse_inclusion_exclusion",
+                "parse_node_config",
+                "parse_node_config_list",
+                "parse_resource_filter",
+            )
+        },
+        **{
+            name: ours(f"constants.launcher:{name}")
+            for name in ("DLTS_HOSTFILE", "EXCLUDE_ENVS", "EXPORT_ENVS", "PDSH_MAX_FAN_OUT")
+        },
+        "main": differs("commands:main", "starts `deeptide --as-deepspeed`, whose options are DeepSpeed's"),
     },
     "deepspeed.module_inject": {"replace_transformer_layer": _TOP["replace_transformer_layer"]},
     "deepspeed.moe.utils": {
@@ -377,7 +394,9 @@ MODULES: dict[str, dict[str, Name]] = {
         },
     },
     "deepspeed.runtime.config_utils": {
-        "DeepSpeedConfigModel": differs("config.zero:DeepSpeedConfigModel", "no pydantic: keys and defaults alone"),
+        "DeepSpeedConfigModel": differs(
+            "config.model:DeepSpeedConfigModel", "for sections of a program's own, by pydantic, which must be installed"
+        ),
     },
     "deepspeed.runtime.dataloader": {
         "DeepSpeedDataLoader": _TOP["DeepSpeedDataLoader"],
@@ -468,11 +487,25 @@ ALIASES = {
     "deepspeed.zero": "deepspeed.runtime.zero",
 }
 
+_OWN_COLLECTIVES = (
+    "allreduce_and_copy allreduce_bucket allreduce_no_retain buffered_allreduce_fallback clip_fp32_gradients "
+    "sparse_all_gather sparse_allreduce sparse_allreduce_bucket sparse_allreduce_no_retain"
+)
+_DEEP_COMPILE = (
+    "compile_autosp compile_autotp compile_zero_optimization_stage get_autosp_backend get_autotp_backend "
+    "get_compile_time get_deepcompile_backend get_deepspeed_compile_backend"
+)
 # Methods and attributes of DeepSpeed's engine that this one does not have; the others are its methods.
 ENGINE: dict[str, str] = {
+    **dict.fromkeys(_OWN_COLLECTIVES.split(), "engine.step() reduces, clips and steps; deepspeed.comm has collectives"),
+    **dict.fromkeys(_DEEP_COMPILE.split(), "there is no DeepCompile; engine.compile() compiles the model"),
+    "checkpoint_engine": "save_checkpoint and load_checkpoint are the whole interface to checkpoints",
+    "engine_timers": "`deeptide top` and reports have the times of steps; engine.tput_timer has samples per second",
+    "load_moe_state_dict": _MOE,
+    "losses": "keep the losses that engine() returns",
+    "summary_events": "engine.monitor writes them; deepspeed.monitor has the classes",
     "coalesce_grad_reduction": "gradients are always reduced in whole units; leave it out",
     "allreduce_gradients": "gradients are reduced by engine.step()",
     "register_compile_pass": "there is no DeepCompile; engine.compile() compiles the model",
     "get_sequence_parallel_group": _SEQUENCE,
-    "save_fp16_model": "its present name is save_16bit_model",
 }

@@ -257,3 +257,16 @@ class PipelineParallelGrid:
     get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
     get_tensor_model_parallel_rank = get_slice_parallel_rank
     get_tensor_model_parallel_world_size = get_slice_parallel_world_size
+
+
+def _prime_factors(number: int) -> list[int]:
+    """The prime factors, ascending, each as often as it divides. Errors: ValueError below 1."""
+    if number < 1:
+        raise ValueError(f"prime factors of {number}: expected a number of at least 1")
+    factors, divisor = [], 2
+    while number > 1:
+        while number % divisor == 0:
+            factors.append(divisor)
+            number //= divisor
+        divisor += 1
+    return factors

@@ -410,7 +410,7 @@ class StageRun:
             self._engine.await_the_end()
         if self._is_last(piece[0]):
             self._losses[piece[1]] = sent.detach()
-            Engine.backward(self._engine, sent)
+            Engine.backward(self._engine, self._engine.scaled(sent))
         else:
             self._backward_from(sent, self._gradients.pop(piece), piece)
         self._ties.add_gradients()

@@ -73,7 +73,8 @@ std::vector<Key> gather_keys() {
           .alias("max_reuse_distance")
           .derives("chosen by the engine")
           .into(&ZeroConfig::max_reuse_distance),
-      flag("stage3_gather_16bit_weights_on_model_save", false, "save_16bit_model gathers the parameters.")
+      flag("stage3_gather_16bit_weights_on_model_save", true,
+           "save_16bit_model gathers the parameters (DeepSpeed: false).")
           .alias("gather_16bit_weights_on_model_save")
           .alias("stage3_gather_fp16_weights_on_model_save")
           .into(&ZeroConfig::gather_16bit_weights_on_model_save),
