@@ -155,7 +155,7 @@ class Campaign:
         signature, text = mismatch
         self.found[signature] += 1
         if self.found[signature] == 1 or self.options.all:
-            print(f"=== seed {seed}: {text}", flush=True)
+            print(f"=== seed {seed}, {seconds:.0f} s: {text}", flush=True)
 
     def _print(self):
         counts = self.counts
