@@ -30,7 +30,7 @@ export CCACHE_SLOPPINESS ?= pch_defines,time_macros
 export CCACHE_DEPEND ?= 1
 export NINJA_STATUS ?= [%f/%t, %p, %W left] 
 
-.PHONY: build build-all examples configure configure-all setup demo demo-large test test-cpp test-ends test-kills test-deepspeed-units gpu-first-ten-minutes test-gpu test-hosts test-peers test-python fuzz fuzz-files bench lint tidy format docs
+.PHONY: build build-all examples configure configure-all setup demo demo-large test test-cpp test-ends test-kills test-deepspeed-units gpu-first-ten-minutes test-gpu test-hosts test-peers test-python mutations fuzz fuzz-files bench lint tidy format docs
 .PHONY: wheel test-wheel wheel-deepspeed bundle test-bundle asan tsan clean help bench-axes bench-bubble bench-tensor bench-scale bench-builds bench-checkpoint bench-comm bench-less bench-observing bench-optimizer bench-startup bench-swap bench-offload bench-largest bench-gpu bench-link bench-hosts bench-scripts
 .DEFAULT_GOAL := build
 
@@ -120,6 +120,9 @@ gpu-first-ten-minutes:  ## Facts, build, kernels, smoke, speed and tests on a GP
 test-peers: setup-test build  ## Scripts of Trainer, Accelerate, PEFT, TRL and Lightning, beside plain torch; DeepSpeed (ARGS=…)
 	@PYTHONPATH=$(abspath $(BUILD))/python PATH=$(abspath $(BUILD))/bin:$$PATH VENV=$(VENV) tests/peers/run.sh \
 	  -n $(JOBS) --dist loadfile $(ARGS)
+
+mutations: build setup-test  ## Put a dozen deliberate faults into a copy, one at a time, and show which tests notice (ARGS=…)
+	@$(PYTHON) tools/mutations/run.py --build $(abspath $(BUILD)) $(ARGS)
 
 # DIR: a checkout of DeepSpeed without its folder `deepspeed`; PYTHON: one with pytest 7.2 to 8.3, hjson and py-cpuinfo.
 MOST ?= 5

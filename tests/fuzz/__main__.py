@@ -10,6 +10,7 @@ from pathlib import Path
 import campaign
 import pipelines
 from actions.programs import settings_of
+from drawn import trial
 
 
 def main():
@@ -29,6 +30,8 @@ def main():
     )
     parser.add_argument("--all", action="store_true", help="print each failing program, not one of each kind")
     parser.add_argument("--pipelines", action="store_true", help="only programs of pipelines")
+    parser.add_argument("--models", action="store_true", help="only programs of drawn models, of all their traits")
+    parser.add_argument("--refusals", action="store_true", help="of these, a named error is a finding too")
     where = {"dest": "on_accelerator", "action": "store_const", "default": None}
     parser.add_argument("--accelerators", **where, const=True, help="only programs on the simulated accelerator")
     parser.add_argument("--cpus", **where, const=False, help="no such programs")
@@ -37,11 +40,15 @@ def main():
     if not options.program:
         sys.exit(0 if campaign.Campaign(options).run() else 1)
     campaign.start(options.patience)
+    program = json.loads(options.program.read_text())
     if options.pipelines:
-        mismatch = pipelines.try_program(campaign._runner, json.loads(options.program.read_text()))
+        mismatch = pipelines.try_program(campaign._runner, program)
         print(mismatch[1] if mismatch else "as the uncut model")
         sys.exit(1 if mismatch else 0)
-    program = json.loads(options.program.read_text())
+    if options.models:
+        mismatch = trial.try_program(campaign._runner, program, options.shrink or 0, options.refusals)
+        print(mismatch[1] if mismatch else "as plain torch")
+        sys.exit(1 if mismatch else 0)
     mismatch = campaign.try_program(program, settings_of(program), options.shrink or 0, avoid=False)
     print(mismatch[1] if mismatch else "as plain torch")
     sys.exit(1 if mismatch else 0)

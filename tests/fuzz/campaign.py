@@ -15,12 +15,15 @@ import generate
 import pipelines
 import torch
 from actions import programs
+from drawn import trial
+from drawn.program import program_of as drawn_program_of
 from reference import defined
 from reference.oracle import OPEN
 from runner import Runner
 from shrink import Shrinker, judged
 
 PIPELINES = 5  # of so many seeds, the last one's program is a pipeline
+DRAWN = (10, 7)  # of ten seeds, the seventh one's model is drawn, of traits that are right
 PROGRAMS_PER_PROCESS = 100  # the oracle's memory grows from program to program, some 15 MiB each
 _runner = None
 
@@ -65,6 +68,16 @@ def try_pipeline(seed, on_accelerator):
     program = pipelines.program_of(seed, on_accelerator)
     acts = sum(len(phase["acts"]) for phase in program["phases"])
     return seed, 1, acts, time.monotonic() - started, pipelines.try_program(_runner, program)
+
+
+@told
+def try_drawn(seed, only_right, seconds_to_shrink, end, refusals):
+    """Tries the drawn model's program of that number, like try_seed."""
+    started = time.monotonic()
+    program = drawn_program_of(seed, only_right)
+    shrink = max(0, min(seconds_to_shrink, end - time.monotonic()))
+    found = trial.try_program(_runner, program, shrink, refusals)
+    return seed, 1, len(program["steps"]), time.monotonic() - started, found
 
 
 def try_program(program, settings, seconds_to_shrink, end=float("inf"), avoid=True):
@@ -126,9 +139,12 @@ class Campaign:
             return None
         self.drawn += 1
         on_accelerator = self.options.on_accelerator
+        shrink = 60 if self.options.shrink is None else self.options.shrink
+        if self.options.models or (not self.options.pipelines and self.drawn % DRAWN[0] == DRAWN[1]):
+            only_right = not self.options.models
+            return pool.submit(try_drawn, seed, only_right, shrink, self.end, self.options.refusals)
         if self.options.pipelines or self.drawn % PIPELINES == 0:
             return pool.submit(try_pipeline, seed, on_accelerator)
-        shrink = 60 if self.options.shrink is None else self.options.shrink
         return pool.submit(try_seed, seed, on_accelerator, self.options.settings, shrink, self.end)
 
     def _count(self, seed, runs, acts, seconds, mismatch):
@@ -139,7 +155,7 @@ class Campaign:
         signature, text = mismatch
         self.found[signature] += 1
         if self.found[signature] == 1 or self.options.all:
-            print(f"=== seed {seed}: {text}", flush=True)
+            print(f"=== seed {seed}, {seconds:.0f} s: {text}", flush=True)
 
     def _print(self):
         counts = self.counts

@@ -41,7 +41,7 @@ class Runner:
     """Keeps the processes that ranks are forked from, and the store where they meet."""
 
     def __init__(self, patience=1):
-        self._patience = patience
+        self._asked_patience = patience
         package = Path(deeptide.__file__).parent.parent
         search = [str(package), str(HERE), str(HERE.parent / "python"), os.environ.get("PYTHONPATH", "")]
         self._environment = {
@@ -54,6 +54,11 @@ class Runner:
         self._zygotes = [Zygote(self._environment) for _ in range(2)]
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._store.set_timeout(datetime.timedelta(seconds=60))
+
+    @property
+    def _patience(self):
+        """How many times longer ranks may take: on a machine with more to run than processors, as many times."""
+        return self._asked_patience * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
     def run(self, program, settings, limit=None):
         """limit: seconds within which each act ends; a rank of which one does not counts as hanging."""

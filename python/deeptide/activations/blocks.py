@@ -93,8 +93,10 @@ def _derived(kind: type) -> type:
 
     def reduce(self: Any, protocol: Any) -> Any:
         """A copy is of the plain class: what is copied or pickled belongs to no engine."""
-        _, _, state, *rest = super(derived, self).__reduce_ex__(protocol)
-        return _plain, (kind,), {name: value for name, value in state.items() if name != _OURS}, *rest
+        made, args, state, *rest = super(derived, self).__reduce_ex__(protocol)
+        if args and args[0] is type(self):  # else a class below, as random-LTD's, has named the plain one
+            made, args = _plain, (kind,)
+        return made, args, {name: value for name, value in state.items() if name != _OURS}, *rest
 
     names = {
         "forward": forward,

@@ -15,11 +15,19 @@ from deeptide._C import ConfigError
 if TYPE_CHECKING:
     from deeptide.engine import Engine
 
-_DEPTH = "_deeptide_depth"  # of a layer that may be left out
+DEPTH = "_deeptide_depth"  # of a layer that may be left out
 
 
 def _plain(kind: Any) -> Any:
     return kind.__new__(kind)
+
+
+def plain_copy(layer: torch.nn.Module, reduced: Any, left_out: str) -> Any:
+    """What pickles the layer as its own class, without the attribute `left_out`. reduced: of the class above."""
+    made, args, state, *rest = reduced
+    if args and args[0] is type(layer):
+        made, args = _plain, (next(kind for kind in type(layer).__mro__ if not issubclass(kind, Added)),)
+    return made, args, {name: value for name, value in state.items() if name != left_out}, *rest
 
 
 class _Depth:
@@ -62,13 +70,17 @@ class _Chain:
         self.returns_tuple = isinstance(output, tuple)
 
 
-class DroppedLayer(torch.nn.Module):
+class Added(torch.nn.Module):
+    """What is mixed into the class of a layer, which stays the same object."""
+
+
+class DroppedLayer(Added):
     """Lets its input pass, with a probability, instead of running the layer that it replaces."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's output, or its first argument in the output's place."""
         layer = super().forward
-        depth: _Depth | None = self.__dict__.get(_DEPTH)
+        depth: _Depth | None = self.__dict__.get(DEPTH)
         if depth is None or not self.training:
             return layer(*args, **kwargs)
         hidden = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values()), None))
@@ -85,12 +97,7 @@ class DroppedLayer(torch.nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy is of the plain class: what is copied or pickled belongs to no engine."""
-        reduced: Any = super().__reduce_ex__(protocol)
-        made, args, state, *rest = reduced
-        if args and args[0] is type(self):
-            kind = next(k for k in type(self).__mro__ if DroppedLayer in k.__bases__).__bases__[1]
-            made, args = _plain, (kind,)
-        return made, args, {name: value for name, value in state.items() if name != _DEPTH}, *rest
+        return plain_copy(self, super().__reduce_ex__(protocol), DEPTH)
 
 
 def refuse_parts(layer: torch.nn.Module, what: str) -> None:
@@ -116,14 +123,14 @@ def drop_chain(
         kind: Any = type(layer)
         if not issubclass(kind, DroppedLayer):
             layer.__class__ = type(kind.__name__, (DroppedLayer, kind), {"__module__": kind.__module__})
-        layer.__dict__[_DEPTH] = _Depth(schedules.layers, number, chain)
+        layer.__dict__[DEPTH] = _Depth(schedules.layers, number, chain)
     schedules.tells_layers = False
 
 
 def keep_layers(model: torch.nn.Module) -> None:
     """Ends what an earlier engine of the model, or its search for blocks, began."""
     for module in model.modules():
-        module.__dict__.pop(_DEPTH, None)
+        module.__dict__.pop(DEPTH, None)
 
 
 def drop_layers(engine: Engine, layers: torch.nn.ModuleList, returns_tuple: bool = False) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from deeptide._C import ConfigError
-from deeptide.efficiency.layer_drop import refuse_parts
+from deeptide.efficiency.layer_drop import DEPTH, Added, DroppedLayer, plain_copy, refuse_parts
 from deeptide.efficiency.token_arguments import Call
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def bert_sample_tokens(
     return indices, [torch.ops.deeptide.choose_mask(attn_mask, layer, seq_length) for layer in indices]
 
 
-class RandomLayerTokenDrop(torch.nn.Module):
+class RandomLayerTokenDrop(Added):
     """A layer that sees a random part of its tokens while it trains. `RandomLayerTokenDrop(layer)` changes the layer.
 
     The layer stays the same object, with its parameters' names, and becomes an instance of this class too: state dicts
@@ -110,7 +110,12 @@ class RandomLayerTokenDrop(torch.nn.Module):
         if issubclass(kind, RandomLayerTokenDrop):
             return layer
         refuse_parts(layer, "random-LTD")
-        layer.__class__ = type(kind.__name__, (RandomLayerTokenDrop, kind), {"__module__": kind.__module__})
+        # Layer drop draws first, whichever of the two came first: the numbers of a seed depend on no order of calls.
+        is_dropped = kind.__bases__[0] is DroppedLayer
+        below = kind.__bases__[1] if is_dropped else kind
+        names = {"__module__": kind.__module__}
+        made: type = type(kind.__name__, (RandomLayerTokenDrop, below), names)
+        layer.__class__ = type(kind.__name__, (DroppedLayer, made), names) if is_dropped else made
         layer.__dict__["_ltd"] = {}
         return layer
 
@@ -118,19 +123,25 @@ class RandomLayerTokenDrop(torch.nn.Module):
         """Leaves the layer as __new__ returned it."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy that follows the same schedule."""
+        """A copy that follows the same schedule of tokens, and drops no layers."""
         other = object.__new__(type(self))
         memo[id(self)] = other
         for name, value in self.__dict__.items():
+            if name == DEPTH:
+                continue
             other.__dict__[name] = dict(value) if name == "_ltd" else copy.deepcopy(value, memo)
         return other
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """What is pickled belongs to no engine: it is of the plain class."""
+        return plain_copy(self, super().__reduce_ex__(protocol), "_ltd")
 
     def init_config(self, config: dict[str, Any], schedule: _C.RandomLtdSchedule, random_ltd_layer_id: int) -> None:
         """Begins to drop tokens. `config`: the section "random_ltd"."""
         self._ltd.update(
             schedule=schedule,
             name=type(self).__name__,
-            kind=next(k for k in type(self).__mro__ if RandomLayerTokenDrop not in k.__mro__),
+            kind=next(k for k in type(self).__mro__ if not issubclass(k, Added)),
             mask_name=config.get("model_mask_name"),
             encoder=config["model_type"] == "encoder",
             batch_first=config["hidden_state_order"] == "batch_seq_dim",

@@ -4,6 +4,7 @@
 
 import copy
 import json
+import pickle
 
 import models
 import pytest
@@ -151,6 +152,51 @@ def test_layers_of_an_unchanged_model_are_dropped_and_resume(stage, tmp_path):
     with torch.no_grad():
         tokens = models.batches(1, 4)[0][0]
         assert torch.equal(whole(tokens), whole(tokens))
+
+
+def _partly(block, hidden, number, theta, kept):
+    """A block of three, of which one is dropped or sees some tokens, by their definitions."""
+    keep = 1 - number / 3 * (1 - theta)
+    if keep < 1 and torch.rand(()).item() >= keep:
+        return hidden
+    chosen = ltd.sample_tokens(kept, hidden.size(1), len(hidden), 1, "cpu")[0].unsqueeze(-1).expand(-1, -1, 20)
+    return hidden.scatter(1, chosen, block(hidden.gather(1, chosen)))
+
+
+@pytest.mark.parametrize("order", ["found", "tokens first", "layers first"])
+def test_layers_are_dropped_before_tokens_are_drawn_whichever_was_asked_for_first(order):
+    every = {**LTD, "random_ltd_layer_num": 3, "random_ltd_layer_id": [0, 1, 2]}
+    sections = {"data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": every}}}
+    config = models.config(0, progressive_layer_drop={"enabled": True, "theta": 0.1, "gamma": 2.0}, **sections)
+    engine = deeptide.initialize(model=models.make_model(), config=config)[0]
+    steps = {
+        "found": [lambda: convert_to_random_ltd(engine, models.Block)],
+        "layers first": [lambda: drop_layers(engine, engine.module.h)],
+    }
+    steps["tokens first"] = [*steps["found"], *steps["layers first"]]
+    steps["layers first"] = steps["tokens first"][::-1]
+    for ask in steps[order]:
+        ask()
+    theta, dropped = engine._less_work.layers, 0
+    theta.set_current(0.1)
+    plain = pickle.loads(pickle.dumps(engine.module.h))
+    assert all(type(block) is models.Block for block in plain)
+    tokens = models.batches(1, 4)[0][0]
+    for seed in range(8):
+        torch.manual_seed(seed)
+        hidden = engine.module.embed(tokens)
+        for block in engine.module.h:
+            hidden = block(hidden)
+        torch.manual_seed(seed)
+        expected = engine.module.embed(tokens)
+        for number, block in enumerate(plain):
+            before, expected = expected, _partly(block, expected, number, 0.1, engine._less_work.tokens.position[1])
+            dropped += before is expected
+        assert torch.equal(hidden, expected)
+    assert 0 < dropped < 16
+    copied = copy.deepcopy(engine.module)
+    models.assert_same(dict(copied.named_parameters()), dict(engine.module.named_parameters()))
+    assert all(isinstance(block, RandomLayerTokenDrop) for block in copied.h)
 
 
 def test_layers_cannot_be_dropped_without_the_section():

@@ -1,0 +1,124 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Programs over drawn models: plain data, so that they print, travel to ranks as JSON and shrink.
+
+program = {
+  "seed", "length": tokens of a row, "gas", "zero": stage, "stages": 1 | 2, "tensor": 1 | 2, "schedule",
+  "cut": by_block | by_operator | layers (of a PipelineModule), "policy": "" | recompute, "momentum",
+  "through": loop | train_batch,
+  "model": {"width", "blocks", "frozen": [parts of names], "traits": {name: how}},
+  "steps": [[idiom, …] of each step]
+}
+
+Traits, of a model:
+  form: how a block hands on: tensor | tuple (with None) | returned (all that it was given) | dict
+  mask: {"type", "of": tokens | batch | hidden, "changes": in each block}; count: a number that blocks add to
+  number: an integer that is new in each call: used | given
+  counter: a buffer of each block that changes in place; hands_buffer: which the block hands on
+  in_place: a block writes into what it is handed (position | relu), into its own (own); the model does so (between)
+  draws: {"by": torch | numpy | python, "where": block | shared, "from": step}
+  activation: with a parameter (scalar | feature); head_norm: over heads (shared | each); shared_norm: one batch norm
+  auxiliary: {"of": hidden | weight, "from": step}; exit: {"after": blocks, "from": step}; skip: past the blocks
+  hook: on the tensor behind that block; grad_inside: a block uses autograd.grad; tie: head and embedding
+
+Idioms, of a step, as torch's programs have them:
+  other_backward: a backward of another loss, then module.zero_grad(); clip: clip_grad_norm_; halve: p.grad.mul_(0.5)
+  lost_backward: a backward without a step, then zero_grad(); state_dict, deepcopy, evaluate: what they give is compared
+  interrupt_*: KeyboardInterrupt there, saved in its handler; a new engine loads that and goes on
+"""
+
+import random
+
+# Right today in each mesh, so that a refusal is a finding too, and CI draws these.
+RIGHT = ("form", "tie", "mask", "activation")
+# Of blocks alone: what a model does around them is no layer.
+LAYERED = ("mask", "count", "number", "counter", "hands_buffer", "in_place", "activation", "head_norm", "grad_inside")
+FORMS = ("tensor", "tuple", "returned", "dict")
+INTERRUPTS = ("interrupt_forward", "interrupt_backward", "interrupt_accumulation")
+IDIOMS = ("other_backward", "clip", "halve", "lost_backward", "state_dict", "deepcopy", "evaluate", *INTERRUPTS)
+
+
+def traits_of(draw, steps, blocks):
+    """A way of each trait."""
+    begins = draw.choice([0, 1, steps - 1])
+    return {
+        "mask": {
+            "type": draw.choice(["float32", "int64", "bool"]),
+            "of": draw.choice(["tokens", "batch", "hidden"]),
+            "changes": draw.random() < 0.3,
+        },
+        "count": True,
+        "number": draw.choice(["used", "given"]),
+        "counter": True,
+        "hands_buffer": True,
+        "in_place": draw.choice(["position", "relu", "own", "between"]),
+        "draws": {
+            "by": draw.choice(["torch", "numpy", "python"]),
+            "where": draw.choice(["block", "shared"]),
+            "from": begins,
+        },
+        "activation": draw.choice(["scalar", "feature"]),
+        "head_norm": draw.choice(["shared", "each"]),
+        "shared_norm": True,
+        "auxiliary": {"of": draw.choice(["hidden", "weight"]), "from": begins},
+        "exit": {"after": draw.randint(1, blocks - 1), "from": begins},
+        "skip": True,
+        "hook": draw.randrange(blocks),
+        "grad_inside": True,
+        "tie": True,
+    }
+
+
+def program_of(seed, only_right=False):
+    """The program of that number. only_right: of what is known to be right in each mesh."""
+    draw = random.Random(f"model {seed}")
+    stages, tensor = draw.choice([(1, 1), (2, 1), (2, 1), (1, 2), (1, 2), (2, 2)])
+    blocks, count = 4, draw.randint(2, 4)
+    traits = traits_of(draw, count, blocks)
+    if traits["mask"]["of"] == "hidden":
+        traits["mask"]["type"] = "float32"
+    # A program looks at traits or at idioms: either often fails, and hides what else is wrong.
+    looks_at_traits = draw.random() < (0.75 if stages * tensor > 1 else 0.4)
+    names = draw.sample(sorted(traits), draw.choice([1, 1, 2, 3]) if looks_at_traits else draw.choice([0, 0, 1]))
+    idioms = [[] for _ in range(count)]
+    for _ in range(0 if looks_at_traits else draw.choice([1, 1, 2])):
+        idioms[draw.randrange(count)].append(draw.choice(IDIOMS))
+    form = draw.choice(FORMS)
+    if {"hands_buffer", "count"} & set(names) and form in ("tensor", "tuple"):
+        form = draw.choice(["returned", "dict"])
+    if only_right:
+        names = [name for name in names if name in RIGHT]
+        idioms = [[] for _ in range(count)]
+        form = "tensor" if stages > 1 else form
+        if traits["mask"]["of"] != "tokens" or traits["mask"]["type"] == "float32":
+            names = [name for name in names if name != "mask"]
+    through = draw.choice(["loop", "train_batch"]) if not any(idioms) else "loop"
+    cut = draw.choice(["by_block", "by_block", "by_operator", "layers"])
+    if cut == "layers" and (stages, tensor) == (2, 1) and not only_right:
+        names, form = [name for name in names if name in LAYERED and traits[name] != "between"], "dict"
+        idioms, through = [[] for _ in range(count)], "train_batch"
+    elif cut == "layers":
+        cut = "by_block"
+    policy = draw.choice(["", "", "recompute"])
+    if "hands_buffer" in names or cut == "layers":  # a block that is run again hands on what it has by then
+        policy = ""
+    return {
+        "seed": seed % 10**6,
+        "length": draw.choice([3, 4]),
+        "gas": draw.choice([1, 2, 3]),
+        "zero": draw.randrange(4),
+        "stages": stages,
+        "tensor": tensor,
+        "schedule": draw.choice(["1f1b", "gpipe", "zero_bubble"]),
+        "cut": cut,
+        "policy": policy,
+        "momentum": draw.choice([0.0, 0.9]),
+        "through": through if stages > 1 else "loop",
+        "model": {
+            "width": 8,
+            "blocks": blocks,
+            "frozen": draw.choice([[], [], ["layers.0."], ["embed"]]) if "tie" not in names else [],
+            "traits": {"form": form, **{name: traits[name] for name in names}},
+        },
+        "steps": idioms,
+    }

@@ -1,0 +1,145 @@
+#!/usr/bin/env python3
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Puts one deliberate fault after the other into a copy of the tree and shows which tests notice.
+
+python tools/mutations/run.py --build build [name …]: the faults of faults.py, or those whose names hold a given text.
+Exits with 1 if a fault survives one of its tests, or with --baseline if such a test fails without any fault.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from faults import FAULTS
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPILED = ("src/", "include/", "python/src/")
+TEST_SECONDS = 900
+
+
+def is_compiled(fault):
+    return fault.file.startswith(COMPILED)
+
+
+def copy_tree(copy):
+    """The files that git would have, as they are now."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        if (ROOT / name).is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, copy / name)
+
+
+class Tree:
+    """A copy of the tree. Its package takes its compiled parts from `build` until one of them is mutated."""
+
+    def __init__(self, copy, build):
+        self.copy, self.build = copy, build.resolve()
+        copy_tree(copy)
+        self._borrow()
+
+    def _borrow(self):
+        """The package's Python files are links into a tree: here into the copy."""
+        self.package = self.copy / "borrowed"
+        shutil.copytree(self.build / "python", self.package, symlinks=True)
+        for path in self.package.rglob("*"):
+            if path.is_symlink() and path.resolve().is_relative_to(ROOT / "python"):
+                target = self.copy / path.resolve().relative_to(ROOT)
+                path.unlink()
+                path.symlink_to(target)
+        self.commands = self.build / "bin"
+
+    def compile(self):
+        """Builds the copy with what its compiler cache has of the tree itself."""
+        own, command = self.copy / "build", shutil.which("cmake") or "cmake"
+        environment = {**os.environ, "CCACHE_BASEDIR": str(self.copy), "CCACHE_NOHASHDIR": "1"}
+        if not own.is_dir():
+            options = [f"-DPython3_EXECUTABLE={sys.executable}", "-DDEEPTIDE_UNITY=ON", "-DDEEPTIDE_TESTS=OFF"]
+            made = [command, "--preset", "dev", "-B", str(own), *options, "-DDEEPTIDE_EXAMPLES=OFF"]
+            subprocess.run(made, cwd=self.copy, env=environment, stdout=subprocess.DEVNULL, check=True)
+        built = [command, "--build", str(own), "--target", "deeptide_product", "-j", str(os.cpu_count() or 1)]
+        subprocess.run(built, cwd=self.copy, env=environment, stdout=subprocess.DEVNULL, check=True)
+        self.package, self.commands = own / "python", own / "bin"
+
+    def passes(self, test, case_limit):
+        """Whether the test passes. case_limit: how many failures end it."""
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(self.package),
+            "PATH": f"{self.commands}{os.pathsep}{os.environ['PATH']}",
+        }
+        asked = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--maxfail={case_limit}", test]
+        try:
+            result = subprocess.run(
+                asked,
+                cwd=self.copy,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                timeout=TEST_SECONDS,
+            )
+        except subprocess.TimeoutExpired:
+            return False
+        told = result.stdout.decode(errors="replace")
+        if result.returncode not in (0, 1) and "\nFAILED " not in told:  # no such test, or the collection failed
+            raise SystemExit(f"{test}: pytest ended with {result.returncode}\n{told[-2000:]}")
+        return result.returncode == 0
+
+
+def try_fault(tree, fault):
+    """{test: whether it noticed}."""
+    path = tree.copy / fault.file
+    whole = path.read_text()
+    if whole.count(fault.old) != 1:
+        raise SystemExit(f"{fault.name}: {fault.file} has the old text {whole.count(fault.old)} times, expected once")
+    path.write_text(whole.replace(fault.old, fault.new))
+    try:
+        if is_compiled(fault):
+            tree.compile()
+        return {test: not tree.passes(test, case_limit=1) for test in fault.tests}
+    finally:
+        path.write_text(whole)
+
+
+def main():
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--build", type=Path, default=ROOT / "build", help="a build of the tree; default: build")
+    parser.add_argument("--python-only", action="store_true", help="only faults that need no compiler")
+    parser.add_argument("--baseline", action="store_true", help="first run the tests without a fault")
+    parser.add_argument("names", nargs="*", help="parts of the names of faults; default: all")
+    options = parser.parse_args()
+    chosen = [f for f in FAULTS if not options.names or any(part in f.name for part in options.names)]
+    chosen = sorted((f for f in chosen if not (options.python_only and is_compiled(f))), key=is_compiled)
+    survived = []
+    with tempfile.TemporaryDirectory(prefix="deeptide-mutations-") as folder:
+        tree = Tree(Path(folder), options.build)
+        for test in dict.fromkeys(test for fault in chosen for test in fault.tests if options.baseline):
+            if not tree.passes(test, case_limit=1):
+                survived.append(f"{test} fails without any fault")
+                print(survived[-1], flush=True)
+        for fault in chosen:
+            started = time.monotonic()
+            for test, noticed in try_fault(tree, fault).items():
+                seconds = time.monotonic() - started
+                print(f"{'noticed ' if noticed else 'SURVIVED'}  {fault.name:40} {seconds:4.0f} s  {test}", flush=True)
+                survived += [] if noticed else [fault.name]
+    print(
+        f"{len(chosen)} faults, {len(survived)} of them unnoticed" if survived else f"{len(chosen)} faults, all noticed"
+    )
+    return 1 if survived else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
