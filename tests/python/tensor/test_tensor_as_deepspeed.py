@@ -146,10 +146,10 @@ def recomputed(in_parts, on_cpu=False, contiguous=False):
     parts, plain = [], kept._Part
 
     class Part(plain):
-        def __new__(cls, values, shape, device, *row):
+        def __new__(cls, values, sums, shape, device, *row):
             parts.append((values.numel(), shape.numel()))
             assert bool(row) == contiguous and (not row or row[0] is not None)
-            return plain(values, shape, device, *row)
+            return plain(values, sums, shape, device, *row)
 
     kept._Part = Part
     deepspeed("training.checkpointing").configure(
@@ -198,6 +198,15 @@ def begin_with_other_arguments():
             assert "shape (64, 64) that is kept for backward differs among the 2 ranks" in str(error)
         else:
             raise AssertionError("it took them for equal")
+        alike, apart = torch.ones(64, 65, requires_grad=True), x.detach()[:, :1].expand(64, 65).clone().requires_grad_()
+        alike.square().sum().backward()
+        loss = apart.square().sum()  # no longer the first of its shape
+    try:
+        loss.backward()
+    except ValueError as error:
+        assert "shape (64, 65) that is kept for backward differs among the 2 ranks" in str(error)
+    else:
+        raise AssertionError("it took the second ones of a shape for equal")
 
 
 def test_arguments_that_are_not_alike_are_refused_a_part():

@@ -50,14 +50,16 @@ class Kinds:
         """The kind of a forward with such arguments, equal on all stages. inputs: (args, kwargs)."""
         program = getattr(loss_fn, "__code__", type(loss_fn))
         modes = gives_outputs, program, self._model.training, torch.is_grad_enabled()
-        kind = (*modes, *kind_of(*inputs, with_texts=len(self._seen) < _MOST_KINDS))
+        kind = (*modes, *kind_of(*inputs))
+        if kind not in self._seen and len(self._seen) >= _MOST_KINDS:
+            kind = (*modes, *kind_of(*inputs, with_texts=False))
         if kind not in self._seen:
             self._seen.add(kind)
             if len(self._seen) == _MOST_KINDS:
                 self.say(
                     f"the model was called in {_MOST_KINDS} ways, by names, types, truth values and texts of its "
-                    "arguments, and the first forward of each passed the pipeline's stages alone; from now on texts "
-                    "do not count as ways"
+                    "arguments, and the first forward of each passed the pipeline's stages alone; a new "
+                    "text is no new way from now on"
                 )
         return kind
 

@@ -18,11 +18,6 @@ from deeptide import _C
 
 HEADER_BYTES = 1024  # of what is always sent; a longer header goes on in a tensor of its own
 _LENGTH_BYTES = 8
-NESTED = (
-    "a nested tensor, which does not travel between stages: make torch.nn.TransformerEncoder with "
-    "enable_nested_tensor=False, which in evaluation then computes padding as in training; other tensors: "
-    "to_padded_tensor()"
-)
 
 
 class Subject(NamedTuple):
@@ -135,7 +130,10 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 def _shapes_of(tensors: list[torch.Tensor]) -> _Shapes:
     for tensor in tensors:
         if tensor.is_nested:
-            raise TypeError(f"a stage hands on {NESTED}")
+            raise TypeError(
+                "a stage hands on a nested tensor, which does not travel: make torch.nn.TransformerEncoder with "
+                "enable_nested_tensor=False; other tensors: to_padded_tensor()"
+            )
         if tensor.layout is not torch.strided:
             raise TypeError(f"a stage hands on a tensor of layout {tensor.layout}, expected a dense one: to_dense()")
     return [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in tensors]

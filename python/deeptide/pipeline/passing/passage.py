@@ -30,7 +30,7 @@ from deeptide.pipeline.passing.elsewhere import Elsewhere, ElsewhereError, MadeE
 from deeptide.pipeline.passing.given import Given, Looks
 from deeptide.pipeline.passing.hidden import Hidden
 from deeptide.pipeline.passing.kinds import Kinds
-from deeptide.pipeline.passing.letters import NESTED, tensors_in
+from deeptide.pipeline.passing.letters import tensors_in
 from deeptide.pipeline.passing.relay import Relay
 from deeptide.pipeline.passing.skips import Skips, with_zeros
 
@@ -296,7 +296,11 @@ class Passage:
 
     def _hand_on(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(tensor.is_nested for tensor in tensors_in((args, kwargs))):
-            raise PipelineError(f"{self._where()}: {self._name(block.number)} is called with {NESTED}")
+            raise PipelineError(
+                f"{self._where()}: {self._name(block.number)} is called with a nested tensor, which does not travel "
+                "between stages: make torch.nn.TransformerEncoder with enable_nested_tensor=False, which in evaluation "
+                "then computes padding as in training; other tensors: to_padded_tensor()"
+            )
         handed, besides = block.take_apart(args, kwargs)
         carried = self._carried(handed, besides, dict(placed((args, kwargs))))
         sent = {CARRIED: carried} if self._carries else handed
@@ -326,9 +330,7 @@ class Passage:
         args, kwargs = with_values((args, kwargs), carried) if has_carried else (args, kwargs)
         handed, besides = block.take_apart(args, kwargs)
         is_whole = self._check_arguments(block, besides)
-        if isinstance(self._digest, int):
-            raise PipelineError(self._differs(block))
-        if is_whole and self._digest is not None:
+        if self._digest is not None and (is_whole or isinstance(self._digest, int)):
             self._compare(block, self._digest, _mark_of(block.number, besides, carried), is_alike)
         if self._trains and not torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(self._received)):
             raise ElsewhereError(
@@ -341,16 +343,13 @@ class Passage:
             tensor.handed = self._received  # type: ignore[attr-defined] # for a recomputation
         return block.put_in(self._received, args, kwargs)
 
-    def _differs(self, block: Block) -> str:
-        return (
-            f"{self._where()}: {self._name(block.number)} is called with other arguments than stage {self._before()} "
-            f"ended with, or in the place of another block: {_PROGRAMS_DIFFER}"
-        )
-
-    def _compare(self, block: Block, theirs: list[Any], own: list[Any], is_alike: bool) -> None:
+    def _compare(self, block: Block, theirs: list[Any] | int, own: list[Any], is_alike: bool) -> None:
         """Errors: PipelineError if the stage before ended with other values than this one begins with."""
-        if not is_alike or theirs[0] != own[0]:
-            raise PipelineError(self._differs(block))
+        if isinstance(theirs, int) or not is_alike or theirs[0] != own[0]:
+            raise PipelineError(
+                f"{self._where()}: {self._name(block.number)} is called with other arguments than stage "
+                f"{self._before()} ended with, or in the place of another block: {_PROGRAMS_DIFFER}"
+            )
         if not are_alike(theirs[1:4], own[1:4]):
             raise PipelineError(
                 f"{self._where()}: a floating tensor that {self._name(block.number)} is called with besides what the "

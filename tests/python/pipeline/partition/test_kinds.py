@@ -38,7 +38,7 @@ class Model(nn.Module):
         self.count += 1
         first = hidden = self.norm(self.embed(inputs).transpose(1, 2)).transpose(1, 2)
         for block in self.blocks:
-            hidden = block(hidden, self.config, 1 + 0 * step)
+            hidden = block(hidden, self.config, 1 + step)
         logits = self.head(hidden.mean(1)) * (1 + self.count / 100) / (1 + step / 100)
         kept = sum(block.kept.square().mean() for block in self.blocks) if self.config["aux"] else 0.0
         return logits, first, kept
@@ -236,3 +236,37 @@ def test_the_program_s_own_loop_may_need_more():
     expected = own_loop(model, step, model)
     for got in run_ranks(2, train_by_hand):
         compare(got, (expected, updates(model.state_dict(), before)))
+
+
+class Named(Model):
+    """Takes a text, which no computation looks at."""
+
+    def forward(self, inputs, mask, labels, name, step):
+        return F.cross_entropy(super().forward(inputs, mask, step)[0], labels)
+
+
+def count_passes(world, steps):
+    """(kinds that were settled, blocks that were computed on shapes, what the user was told) on a stage."""
+    with _seeding:
+        torch.manual_seed(3)
+        model = Named()
+    engine = deeptide.initialize(model=model, config=settings(2), world=world)[0]
+    passage, calls, told = engine._cut.passage, [], []
+    on_shapes = passage._on_shapes
+    passage._on_shapes = lambda *given: calls.append(given) or on_shapes(*given)
+    engine._cut.kinds.say = told.append
+
+    def data():
+        for number in range(steps * GAS):
+            yield {**next(given()), "step": number, "name": f"batch {number}"}
+
+    batches = data()
+    for _ in range(steps):
+        engine.train_batch(batches)
+    return len(engine._cut.skips._settled), len(calls), told
+
+
+def test_texts_that_are_ever_new_are_bounded_and_the_user_is_told():
+    for settled, calls, told in run_ranks(2, count_passes, 15):
+        assert settled == 33 and calls in (0, 2 * 35)  # two blocks: once a kind, and for three numbers of the last one
+        assert len(told) == 1 and "called in 32 ways" in told[0]

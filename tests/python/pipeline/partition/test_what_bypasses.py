@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import deeptide
+from deeptide.pipeline.errors import PipelineError
 
 WIDTH, LENGTH, GAS, STEPS, RATE = 8, 6, 3, 3, 0.5
 _seeding = threading.Lock()
@@ -196,3 +197,41 @@ def compare(got, expected):
 def test_later_stages_have_each_micro_batch_s_own(name, num_stages):
     for got in run_ranks(num_stages, train_cut, name, settings(num_stages)):
         compare(got, train_alone(name))
+
+
+class Encoder(nn.Module):
+    """Torch's, which in evaluation leaves padding out by nested tensors."""
+
+    def __init__(self, **more):
+        super().__init__()
+        self.embed, self.head = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 2)
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, 0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 4, **more)
+
+    def forward(self, inputs, mask, labels):
+        hidden = self.encoder(self.embed(inputs), src_key_padding_mask=mask == 0)
+        return F.cross_entropy(self.head(hidden.mean(1)), labels)
+
+
+def evaluate(world, more):
+    with _seeding:
+        torch.manual_seed(3)
+        model = Encoder(**more)
+    if world is None:
+        data = batches()
+        with torch.no_grad():
+            return sum(model.eval()(*next(data)).item() for _ in range(GAS)) / GAS
+    engine = deeptide.initialize(model=model, config=settings(2), world=world)[0]
+    try:
+        return engine.eval_batch(batches()).item()
+    except (PipelineError, deeptide.CommError) as error:
+        return str(error)
+
+
+def test_nested_tensors_between_stages_are_named_with_the_cure():
+    assert any(
+        "make torch.nn.TransformerEncoder with enable_nested_tensor=False" in text
+        for text in run_ranks(2, evaluate, {})
+    )
+    plain = {"enable_nested_tensor": False}
+    assert run_ranks(2, evaluate, plain) == [pytest.approx(evaluate(None, plain), rel=1e-5)] * 2
