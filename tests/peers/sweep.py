@@ -309,6 +309,7 @@ def _first(error):
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 _TRAIN, _NOT_SHOWN = "## Trained on every axis", "## Not shown by the sweep"
+_ONE_AXIS = "## Trained at tensor 2, not run on the other axes"
 
 
 def read_page():
@@ -319,9 +320,9 @@ def read_page():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if line.startswith("| `"):
             found[cells[0].strip("`")] = dict(zip(AXES, cells[1:]))
-        elif section in (_TRAIN, _NOT_SHOWN) and line.startswith("`"):
-            for name in re.findall(r"`(\w+)`", line):
-                found[name] = dict.fromkeys(AXES, "trains") if section == _TRAIN else "not shown"
+        for name in re.findall(r"`(\w+)`", line) if line.startswith("`") else ():
+            others = "trains" if section == _TRAIN else "not run"
+            found[name] = "not shown" if section == _NOT_SHOWN else {**dict.fromkeys(AXES, others), "tensor": "trains"}
     return found
 
 
@@ -330,20 +331,26 @@ def _reason(text):
     return re.split(r": a layer is used|; known are|\. Name |; take parallel|\. Give ", text.replace("|", "/"))[0][:230]
 
 
+def _others(result):
+    return {result.get(axis, "not run") for axis in AXES if axis != "tensor"}
+
+
 def write_page(found):
     """Writes the lists of the page; its text stays."""
     head = PAGE.read_text().split("## ")[0]
     shown = {name: result for name, result in sorted(found.items()) if isinstance(result, dict)}
-    whole = [name for name, result in shown.items() if set(result.values()) == {"trains"}]
+    whole = [name for name, result in shown.items() if [result.get(axis) for axis in AXES] == ["trains"] * len(AXES)]
+    one = [name for name, result in shown.items() if _others(result) == {"not run"} and result["tensor"] == "trains"]
     hidden = [name for name, result in sorted(found.items()) if not isinstance(result, dict)]
     rows = [
         f"| `{name}` | " + " | ".join(_reason(result.get(axis, "not run")) for axis in AXES) + " |"
         for name, result in shown.items()
-        if name not in whole
+        if name not in (*whole, *one)
     ]
-    lists = [", ".join(f"`{name}`" for name in each) for each in (whole, hidden)]
+    lists = [", ".join(f"`{name}`" for name in each) or "None." for each in (whole, one, hidden)]
     table = ["| class | tensor 2 | pipeline 2 | both |", "|---|---|---|---|", *rows]
-    parts = [head + _TRAIN, lists[0], "## Refused on an axis", "\n".join(table), _NOT_SHOWN, lists[1]]
+    refused = ["## Refused on an axis", "\n".join(table)]
+    parts = [head + _TRAIN, lists[0], *refused, _ONE_AXIS, lists[1], _NOT_SHOWN, lists[2]]
     PAGE.write_text("\n\n".join(parts) + "\n")
 
 

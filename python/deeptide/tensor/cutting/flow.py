@@ -67,7 +67,7 @@ class _Sources(TorchDispatchMode):
     def among(self, values: Any) -> frozenset[str]:
         """The sources of all tensors in nested values."""
         found = [self.of.get(each) for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
-        return frozenset().union(*(sources for sources in found if sources))
+        return frozenset[str]().union(*(sources for sources in found if sources))
 
 
 def _traced(model: nn.Module, inputs: Example) -> dict[str, frozenset[str]]:
