@@ -80,7 +80,10 @@ const World& Engine::world() const { return impl_->channels.world(); }
 const Config& Engine::config() const { return impl_->config; }
 at::Device Engine::device() const { return impl_->model.device(); }
 
-void Engine::begin_forward(int64_t tokens) { impl_->reporter.begin_forward(tokens, impl_->progress.global_steps); }
+void Engine::begin_forward(int64_t tokens) {
+  impl_->model.check_sizes();
+  impl_->reporter.begin_forward(tokens, impl_->progress.global_steps);
+}
 StepTimes Engine::step_times() const { return impl_->reporter.last_times(); }
 std::string Engine::limit() const { return impl_->reporter.limit(); }
 std::vector<CollectiveLine> Engine::collectives() const { return impl_->reporter.collectives(); }

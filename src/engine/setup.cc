@@ -118,6 +118,7 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
                                    arrivals.get(), progress,   rewind.get(),  links,        reporter,   *saver,
                                    *preemption};
   stepper = std::make_unique<engine::Stepper>(parts, optim::make_schedule(config.scheduler()));
+  stepper->keep_by([this] { return keep_gradients(); });
   if (channels.is_first()) log(LogLevel::info, summary());
   if (channels.is_first()) warn_of_rates(config, design.model.groups);
   if (channels.is_first() && config.report().dump_state) {
@@ -249,7 +250,7 @@ void Engine::Impl::make_trainer() {
     kept = std::make_unique<engine::KeptGradients>(trainable, *reducer, channels, ledger, model.device());
   }
   if (kept || !on_cpu) before = [this] { stepper->meet_backward(); };
-  intake = std::make_unique<engine::GradientIntake>(trainable, *reducer, std::move(before));
+  intake = std::make_unique<engine::GradientIntake>(trainable, *reducer, channels.is_first(), std::move(before));
 }
 
 }  // namespace deeptide
