@@ -88,7 +88,9 @@ def _set(parameter: torch.nn.Parameter, value: torch.Tensor | None) -> None:
 
 
 def _delete(parameter: torch.nn.Parameter) -> None:
-    _set(parameter, None)
+    if _engines:
+        _drop_one(parameter)
+    _plain.__set__(parameter, None)
 
 
 def _taken(parameter: torch.nn.Parameter) -> tuple[Engine, TakenGradient] | None:
