@@ -81,6 +81,20 @@ DEEPTIDE_API void run_as_operator(const std::vector<at::Tensor>& tensors, const 
 /// other tensors.
 DEEPTIDE_API uint64_t sharded_unit(const at::Tensor& tensor);
 
+/// Whether the engine has a gradient of a trained parameter since the last step, so that `.grad` is None, and can show
+/// it.
+enum class TakenGradient : uint8_t { none, showable, hidden };
+/// None: there is none, `.grad` shows it, or a backward runs.
+DEEPTIDE_API TakenGradient taken_gradient(const Engine& engine, const at::Tensor& parameter);
+/// Why gradients that are taken cannot be shown now.
+DEEPTIDE_API std::string why_hidden(const Engine& engine);
+/// Until the next backward or step, `.grad` of each parameter holds its gradient, which the program may change.
+/// Collective, with ranks that are in step().
+DEEPTIDE_API void show_gradients(Engine& engine);
+/// Drops what backward gave these parameters since the last step, as torch's zero_grad() of a module. Returns whether
+/// there was any on this rank; then it is collective. Errors: ValueError if ranks name different ones; CommError.
+DEEPTIDE_API bool drop_gradients(Engine& engine, const std::vector<at::Tensor>& of);
+
 struct CollectiveTimes {
   int64_t bytes = 0;            // size, rounded so that ranks have equal slices of whole cache lines
   std::vector<double> seconds;  // per call on the slowest rank; one value per trial

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from deeptide import _C, schedule, utils
 from deeptide._C import Config, ConfigError, StepOutcome
 from deeptide._engine import checkpoint as _checkpoint
-from deeptide._engine import cut_models
+from deeptide._engine import cut_models, idioms
 from deeptide._engine.answers import Answers
 from deeptide._engine.batches import WholeSteps
 from deeptide._engine.less_work import LessWork, Schedules
@@ -105,6 +105,7 @@ class Engine(Answers, WholeSteps, LessWork, Observed, Offloading):
         self._last_boundary.note(self)
         if cut_models.is_cut(self):
             cut_models.guard_state_dicts(model)
+        idioms.follow(self)
         self._begin_to_observe()
         end_with_interpreter(self)
         explain_mixed_types(self.module)

@@ -140,6 +140,22 @@ void bind_training(EngineClass& engine) {
       .def("step", forward_to(&Engine::step), NoGil())
       .def("join_step", forward_to(&Engine::join_step), NoGil())
       .def("zero_grad", forward_to(&Engine::zero_grad), NoGil())
+      .def(
+          "taken_gradient",
+          [](EngineHandle& handle, const at::Tensor& parameter) {
+            return binding::taken_gradient(*handle.get(), parameter);
+          },
+          py::arg("parameter"), NoGil())
+      .def(
+          "why_hidden", [](EngineHandle& handle) { return binding::why_hidden(*handle.get()); }, NoGil())
+      .def(
+          "show_gradients", [](EngineHandle& handle) { binding::show_gradients(*handle.get()); }, NoGil())
+      .def(
+          "drop_gradients",
+          [](EngineHandle& handle, const std::vector<at::Tensor>& of) {
+            return binding::drop_gradients(*handle.get(), of);
+          },
+          py::arg("of"), NoGil())
       .def("has_gradients", forward_to(&Engine::has_gradients), NoGil())
       .def("is_within_accumulation", forward_to(&Engine::is_within_accumulation), NoGil())
       .def("is_gradient_accumulation_boundary", forward_to(&Engine::is_gradient_accumulation_boundary), NoGil())
@@ -222,6 +238,10 @@ void bind_state(EngineClass& engine) {
 }  // namespace
 
 void bind_engine(py::module_& module) {
+  py::enum_<binding::TakenGradient>(module, "TakenGradient", "Of a gradient that the engine has, while .grad is None.")
+      .value("none", binding::TakenGradient::none)
+      .value("showable", binding::TakenGradient::showable)
+      .value("hidden", binding::TakenGradient::hidden);
   EngineClass engine(module, "Engine", "The C++ engine; deeptide.Engine is what users hold.");
   engine.def(py::init(&make_engine), py::arg("model"), py::arg("config"), py::arg("options"));
   bind_training(engine);

@@ -29,7 +29,8 @@ enum class Call : int32_t {
   rebuild,
   offload_states,
   wait_for_save,
-  preempt
+  preempt,
+  drop_gradients
 };
 
 /// The units that a rank needs now, and those that it expects to use next.

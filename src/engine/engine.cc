@@ -84,6 +84,7 @@ const Config& Engine::config() const { return impl_->config; }
 at::Device Engine::device() const { return impl_->model.device(); }
 
 void Engine::begin_forward(int64_t tokens) {
+  impl_->model.check_sizes();
   impl_->last.note_forward();
   impl_->reporter.begin_forward(tokens, impl_->progress.global_steps);
 }

@@ -81,6 +81,16 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
     return reducer ? reducer->rounding_errors() : std::vector<at::Tensor>();
   }
 
+  // --- idioms.cc
+  /// Whether the engine has a parameter's gradient, and can show it.
+  enum class Taken : uint8_t { none, showable, hidden };
+  Taken taken_gradient(const at::Tensor& parameter) const;
+  /// Why a program cannot look at gradients now; empty: it can.
+  std::string why_hidden() const;
+  engine::KeptGradients* keep_gradients();
+  /// Collective where this rank has any. Drops what these parameters got since the last step; returns whether it did.
+  bool drop_gradients(const std::vector<at::Tensor>& of);
+
   // --- rebuild.cc
   engine::CarriedState carry_state(const ModelDescription& now, const InitOptions& options);
   void adopt_state(const engine::CarriedState& carried);

@@ -126,6 +126,7 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
                                    arrivals.get(), progress,   rewind.get(),  links,        reporter,   *saver,
                                    *preemption,    last};
   stepper = std::make_unique<engine::Stepper>(parts, optim::make_schedule(config.scheduler()));
+  stepper->keep_by([this] { return keep_gradients(); });
   last.note(progress.micro_steps);
   if (channels.is_first()) log(LogLevel::info, config.report().dump_state ? summary() : brief());
   if (channels.is_first()) warn_of_rates(config, design.model.groups);
@@ -258,7 +259,7 @@ void Engine::Impl::make_trainer() {
     kept = std::make_unique<engine::KeptGradients>(trainable, *reducer, channels, ledger, model.device());
   }
   if (kept || !on_cpu) before = [this] { stepper->meet_backward(); };
-  intake = std::make_unique<engine::GradientIntake>(trainable, *reducer, std::move(before));
+  intake = std::make_unique<engine::GradientIntake>(trainable, *reducer, channels.is_first(), std::move(before));
 }
 
 }  // namespace deeptide

@@ -90,6 +90,16 @@ void GradientHooks::hook(size_t index) {
   state_->accumulators[index] = std::move(accumulator);
 }
 
+void GradientHooks::announce(std::function<void()> before) {
+  std::lock_guard lock(state_->mutex);
+  const bool is_hooked = state_->before != nullptr;
+  state_->before = std::move(before);
+  if (is_hooked) return;
+  for (const NodePtr& accumulator : state_->accumulators) {
+    accumulator->add_pre_hook(std::make_unique<Announce<State>>(state_));
+  }
+}
+
 std::vector<bool> GradientHooks::follow() {
   std::vector<bool> replaced(state_->parameters.size(), false);
   for (size_t i = 0; i < replaced.size(); ++i) {

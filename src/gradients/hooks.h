@@ -22,6 +22,8 @@ class GradientHooks {
   ~GradientHooks();
   GradientHooks(const GradientHooks&) = delete;
 
+  /// From now on calls `before` as the constructor's. Not while a backward runs.
+  void announce(std::function<void()> before);
   /// Hooks each accumulator that replaced the one hooked before: `p.data = …` of another dtype makes a new one.
   /// Returns, by parameter, whether it had been replaced: its gradients since then lie in `.grad`.
   std::vector<bool> follow();

@@ -371,6 +371,15 @@ void Reducer::drop_gradient(int unit, int parameter) {
   buckets_[unit].seen[parameter] = false;
 }
 
+void Reducer::withhold(int unit, int parameter) {
+  at::NoGradGuard no_grad;
+  std::lock_guard lock(mutex_);
+  Bucket& bucket = buckets_[unit];
+  if (bucket.held) join(bucket, *units_[unit], {});
+  if (bucket.arrived[parameter]) --bucket.num_arrived;
+  bucket.filled[parameter] = bucket.arrived[parameter] = bucket.added[parameter] = bucket.seen[parameter] = false;
+}
+
 numerics::QuantizationLoss Reducer::take_lost() {
   std::lock_guard lock(mutex_);
   return queue_.take_lost();
@@ -389,6 +398,17 @@ void Reducer::set_loss_scale(double loss_scale) {
 bool Reducer::has_added(int unit, int parameter) const {
   std::lock_guard lock(mutex_);
   return buckets_[unit].added[parameter];
+}
+
+bool Reducer::has_added_any() const {
+  std::lock_guard lock(mutex_);
+  return std::any_of(buckets_.begin(), buckets_.end(),
+                     [](const Bucket& b) { return std::find(b.added.begin(), b.added.end(), true) != b.added.end(); });
+}
+
+bool Reducer::has_seen(int unit, int parameter) const {
+  std::lock_guard lock(mutex_);
+  return buckets_[unit].seen[parameter];
 }
 
 std::vector<uint8_t> Reducer::seen() const {

@@ -71,6 +71,10 @@ class Reducer {
   bool has_gradient() const { return sums_->has_any(); }
   /// Whether this rank has added a gradient of the parameter in this micro-batch.
   bool has_added(int unit, int parameter) const;
+  /// Likewise of any parameter.
+  bool has_added_any() const;
+  /// Whether this rank has added a gradient of the parameter since they were last dropped or used.
+  bool has_seen(int unit, int parameter) const;
   /// For each parameter, unit after unit: 1 if this rank has added a gradient since they were last dropped or used.
   std::vector<uint8_t> seen() const;
   /// Gradient shard (shard,) of a unit, summed or as rows; zeros if none arrived. Valid until it is cleared.
@@ -90,6 +94,8 @@ class Reducer {
   void set_gradient(int unit, int parameter, int64_t begin, const at::Tensor& values);
   /// After `finish`: the parameter's gradient counts as none. All ranks call it.
   void drop_gradient(int unit, int parameter);
+  /// Drops what this rank has not sent yet of a parameter's gradients.
+  void withhold(int unit, int parameter);
   /// Whether received rows stay unsummed until the step: there is no memory for sums.
   bool keeps_rows() const { return options_.keep_rows; }
   /// Whether those rows live in the buckets (shared memory, or one rank) rather than in receive buffers.

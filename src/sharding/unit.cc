@@ -181,12 +181,13 @@ void Unit::count_write(Parameter& p) {
   p.version = p.current_version();
 }
 
-const Parameter* Unit::moved() const {
+const Parameter* Unit::moved(bool but_resized) const {
   const auto item = static_cast<int64_t>(c10::elementSize(layout_.dtype));
   // A sharded one has an address only while it is open.
   const bool stays = memory() != UnitMemory::sharded && !is_hidden();
   const char* begin = stays ? static_cast<const char*>(whole_.const_data_ptr()) : nullptr;
   for (const Parameter& p : parameters_) {
+    if (but_resized && p.is_resized()) continue;
     for (const Tensor& t : p.tensors) {
       if (t.storage().unsafeGetStorageImpl() != p.storage.get()) return &p;
     }

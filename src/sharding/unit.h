@@ -61,6 +61,8 @@ struct Parameter {
 
   /// Counts the writes through any of its tensors.
   uint32_t current_version() const;
+  /// Whether the program has given it memory of other sizes since it was bound.
+  bool is_resized() const { return !sizes.empty() && tensors.front().sizes() != at::IntArrayRef(sizes.front()); }
   /// Returns the order of a tensor when it was bound: the program may have put other memory in its place for a while.
   Order order_of(int tensor) const;
   /// Returns a view of `flat`, another buffer, with sizes, strides and element order of one of the tensors.
@@ -120,7 +122,7 @@ class Unit {
   /// torch.
   void count_write(Parameter& p);
   /// Returns a parameter whose tensors no longer lie in this unit's memory; null if all do.
-  const Parameter* moved() const;
+  const Parameter* moved(bool but_resized = false) const;
 
   /// Lends the unit `whole` (numel,), which holds its values; `detach` returns it for reuse.
   void attach(at::Tensor whole) { whole_ = std::move(whole); }

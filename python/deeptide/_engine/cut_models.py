@@ -32,7 +32,7 @@ def guard_state_dicts(model: torch.nn.Module) -> None:
 
 
 def _part_of(module: torch.nn.Module) -> str:
-    """What this rank has of a module that is cut; empty: all."""
+    """Says who has the rest of a module that is cut; empty: it is whole here."""
     values = vars(module)
     elsewhere = sys.modules.get("deeptide.pipeline.passing.elsewhere")
     if elsewhere is not None and any(isinstance(value, elsewhere.Elsewhere) for value in values.values()):

@@ -236,14 +236,27 @@ int64_t BoundModel::num_trainable() const {
   return total;
 }
 
-void BoundModel::check_bound() const {
+void BoundModel::check_bound(bool may_resize) const {
+  if (!may_resize) check_sizes();
   for (const auto& unit : units_) {
-    const Parameter* moved = unit->moved();
+    const Parameter* moved = unit->moved(/*but_resized=*/true);
     TORCH_CHECK_VALUE(
         moved == nullptr, "parameter '", moved ? moved->name : "",
         "' got other memory after initialize (module.to(), .data = …, share_memory(), or sending the model "
         "to another process): the engine no longer sees it. Change device and type before initialize; "
         "change values with parameter.copy_() under no_grad; send a copy.deepcopy(model) to a process.");
+  }
+}
+
+void BoundModel::check_sizes() const {
+  for (const auto& unit : units_) {
+    for (const Parameter& p : unit->parameters()) {
+      TORCH_CHECK_VALUE(!p.is_resized(), "parameter '", p.name, "' has the shape ", p.tensors.front().sizes(),
+                        " now, and had ", at::IntArrayRef(p.sizes.front()),
+                        " when the engine took it (resize_token_embeddings() after initialize does this): call "
+                        "engine.rebuild() on every rank after the change and before the next forward. Rows that stay "
+                        "keep their moments");
+    }
   }
 }
 

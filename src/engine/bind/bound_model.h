@@ -58,8 +58,11 @@ class BoundModel {
   int64_t off_device_bytes() const;
   int64_t num_trainable() const;
   const BufferCounts& buffers() const { return buffers_; }
-  /// Errors: ValueError naming a parameter whose memory was replaced since (module.to(), `.data = …`).
-  void check_bound() const;
+  /// Errors: ValueError naming a parameter whose memory was replaced since (module.to(), `.data = …`). `may_resize`:
+  /// but for those that have other sizes now.
+  void check_bound(bool may_resize = false) const;
+  /// Before a forward or a backward. Errors: ValueError naming a parameter that has other sizes than when it was bound.
+  void check_sizes() const;
   /// Errors: ValueError naming a parameter that was frozen when it was bound and requires grad now.
   void check_trained() const;
   /// Finds what the program wrote into parameters that are kept whole.

@@ -9,7 +9,7 @@
 namespace deeptide::engine {
 namespace {
 
-std::mutex g_mutex;
+std::mutex g_hold_mutex;
 int g_holds = 0;
 bool g_is_ours = false;  // the handler
 volatile std::sig_atomic_t g_asked = 0;
@@ -25,7 +25,7 @@ void note(int) {
 }  // namespace
 
 TerminationHold::TerminationHold() {
-  const std::lock_guard lock(g_mutex);
+  const std::lock_guard lock(g_hold_mutex);
   if (g_holds++ > 0) return;
   struct sigaction now = {};
   ::sigaction(SIGTERM, nullptr, &now);
@@ -39,7 +39,7 @@ TerminationHold::TerminationHold() {
 }
 
 TerminationHold::~TerminationHold() {
-  const std::lock_guard lock(g_mutex);
+  const std::lock_guard lock(g_hold_mutex);
   if (--g_holds > 0 || !g_is_ours) return;
   struct sigaction now = {};
   ::sigaction(SIGTERM, nullptr, &now);

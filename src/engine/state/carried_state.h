@@ -24,6 +24,7 @@ struct CarriedParameter {
   at::Tensor tensor;                         // what identifies it: names may change
   int64_t offset = 0;                        // in its unit, elements
   int64_t numel = 0;                         // its own
+  at::Tensor resized;                        // (now,) its values where it has other rows now; else undefined
   int64_t shard = 0;                         // a rank's elements of its unit
   std::map<std::string, at::Tensor> states;  // by role: this rank's elements, none perhaps
 

@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -32,7 +33,9 @@ std::pair<int64_t, int64_t> CarriedParameter::slice_of(int rank) const {
 }
 
 const CarriedParameter* CarriedState::find(const Tensor& tensor) const {
-  const auto is_it = [&](const CarriedParameter& p) { return p.tensor.is_same(tensor) && p.numel == tensor.numel(); };
+  const auto is_it = [&](const CarriedParameter& p) {
+    return p.tensor.is_same(tensor) && (p.resized.defined() || p.numel == tensor.numel());
+  };
   const auto found = std::find_if(parameters.begin(), parameters.end(), is_it);
   return found == parameters.end() ? nullptr : &*found;
 }
@@ -58,7 +61,8 @@ void carry_unit(const zero::OptimizerStates& states, int index, CarriedState& ca
   const Unit& unit = states.unit(index);
   for (const Parameter& p : unit.parameters()) {
     CarriedParameter& own = carried.parameters.emplace_back(
-        CarriedParameter{p.name, p.tensors.front(), p.offset, p.numel, unit.layout().shard, {}});
+        CarriedParameter{p.name, p.tensors.front(), p.offset, p.numel, {}, unit.layout().shard, {}});
+    if (p.is_resized()) own.resized = p.tensors.front().detach().reshape({-1}).to(at::kFloat);
     const auto [first, last] = unit.owned_range(p);
     for (const auto& state : states.buffers(index)) {
       const bool is_parameter = state.role == "master" && states.is_aliased(index);
@@ -76,11 +80,32 @@ void carry_unit(const zero::OptimizerStates& states, int index, CarriedState& ca
 /// Copies each parameter of a unit that is to be sharded no longer; ties keep sharing their memory.
 void keep_whole(const Unit& unit, const Tensor& whole, CarriedState& carried) {
   for (const Parameter& p : unit.parameters()) {
+    if (p.is_resized()) continue;  // it has memory of its own already
     const Tensor flat = whole.narrow(0, p.offset, p.numel).clone();
     for (const Tensor& tensor : p.tensors) {
       carried.wholes.push_back({tensor, at::as_strided(flat, tensor.sizes(), tensor.strides(), 0)});
     }
   }
+}
+
+/// Errors: ValueError naming a parameter that has changed in more than the number of its rows.
+void check_rows(const engine::BoundModel& bound) {
+  for (const Parameter* p : bound.parameters()) {
+    if (!p->is_resized()) continue;
+    const at::IntArrayRef now = p->tensors.front().sizes(), before = p->sizes.front();
+    const bool rows_alone = now.size() == before.size() && !now.empty() && now.slice(1) == before.slice(1);
+    TORCH_CHECK_VALUE(rows_alone && p->tensors.size() == 1 && !p->slice, "rebuild: parameter '", p->name,
+                      "' has the shape ", now, " now, and had ", before,
+                      ": only a whole parameter's number of rows can change. Put a new parameter in its place");
+  }
+}
+
+/// Returns what a parameter that has other rows now keeps of a state: its first elements, as many as there are before and
+/// now. `values`: its own values now, which the program may have rewritten; undefined for moments.
+Tensor kept_rows(const Tensor& state, const Tensor& values, at::ScalarType dtype) {
+  if (!values.defined()) return state;
+  const Tensor now = values.to(state.device(), state.scalar_type());
+  return at::where(state.to(dtype) == now.to(dtype), state, now);
 }
 
 /// The changes that all ranks must make alike to each parameter, a line each.
@@ -117,10 +142,12 @@ Tensor whole_state(const CarriedParameter& p, const Tensor& carried, const std::
   return whole;
 }
 
-/// Writes what this rank holds of a parameter's state.
+/// Writes what this rank holds of a parameter's state: of `whole`, which may have its first elements alone.
 void write_held(const Parameter& p, int64_t begin, const tiers::Buffer& data, const Tensor& whole) {
-  const int64_t first = std::clamp(begin, p.offset, p.offset + p.numel);
-  const int64_t last = std::clamp(begin + data.numel(), first, p.offset + p.numel);
+  const int64_t end = p.offset + std::min(whole.numel(), p.numel);
+  const int64_t first = std::clamp(begin, p.offset, end);
+  const int64_t last = std::clamp(begin + data.numel(), first, end);
+  if (first == last) return;
   data.copy_from(whole.narrow(0, first - p.offset, last - first), first - begin);
 }
 
@@ -146,6 +173,7 @@ CarriedState Engine::Impl::carry_state(const ModelDescription& now, const InitOp
   boundary->enter(Call::rebuild, [&](comm::Close& own) {
     own.rounds = reducer ? reducer->rounds_begun() : 0;
     check_rebuilding();
+    check_rows(model);
   });
   saver->finish();
   auto terms = engine::terms_of(now, engine::optimizer_groups(now, config, options), config);
@@ -214,7 +242,8 @@ void Engine::Impl::adopt_state(const CarriedState& carried) {
         continue;
       }
       is_cut_as_before = is_cut_as_before && before == carried.parameters.data() + next_carried++ &&
-                         before->offset == p.offset && before->shard == states.unit(unit).layout().shard;
+                         !before->resized.defined() && before->offset == p.offset &&
+                         before->shard == states.unit(unit).layout().shard;
       const auto steps = carried.progress.parameter_steps.find(before->name);
       if (steps != carried.progress.parameter_steps.end()) next.parameter_steps[p.name] = steps->second;
       const auto numbers = carried.progress.parameter_numbers.find(before->name);
@@ -222,8 +251,13 @@ void Engine::Impl::adopt_state(const CarriedState& carried) {
       for (const auto& state : states.buffers(unit)) {
         const auto found = before->states.find(state.role);
         if (found == before->states.end() || !states.has(p, state.role)) continue;
-        write_held(p, states.begin(unit), state.data,
-                   whole_state(*before, found->second, state.role, channels.gathers(), model.device()));
+        Tensor whole = whole_state(*before, found->second, state.role, channels.gathers(), model.device());
+        if (before->resized.defined()) {
+          const int64_t kept = std::min(before->numel, p.numel);
+          const Tensor values = state.role == "master" ? before->resized.narrow(0, 0, kept) : Tensor();
+          whole = kept_rows(whole.narrow(0, 0, kept), values, states.unit(unit).layout().dtype);
+        }
+        write_held(p, states.begin(unit), state.data, whole);
       }
     }
   }

@@ -47,7 +47,8 @@ const char* call_name(Call call) {
                                            "rebuild()",
                                            "offload_states() or reload_states()",
                                            "wait_for_save()",
-                                           "preempt()"};
+                                           "preempt()",
+                                           "zero_grad() of a module, or p.grad = None, after backward()"};
   return kNames[static_cast<int32_t>(call)];
 }
 
@@ -63,8 +64,10 @@ const Close& leading(const std::vector<Close>& closes) {
 }
 
 Call call_of(const std::vector<Close>& closes) {
-  const auto goes = [](const Close& close) { return close.call == Call::preempt; };
-  return std::any_of(closes.begin(), closes.end(), goes) ? Call::preempt : leading(closes).call;
+  for (const Call call : {Call::preempt, Call::show_gradients}) {
+    if (std::any_of(closes.begin(), closes.end(), [&](const Close& close) { return close.call == call; })) return call;
+  }
+  return leading(closes).call;
 }
 
 std::vector<Close> Boundary::enter(Call call, const std::function<void(Close&)>& prepare) {
@@ -76,7 +79,7 @@ std::vector<Close> Boundary::enter(Call call, const std::function<void(Close&)>&
   if (preemption_) own.asked_to_go = preemption_->is_asked();
   std::exception_ptr failure;
   try {
-    model_.check_bound();
+    model_.check_bound(/*may_resize=*/call == Call::rebuild);
     if (!refusal_.empty() && (call == Call::step || call == Call::save_checkpoint)) throw CheckpointError(refusal_);
     if (prepare) prepare(own);
     own.has_written = has_private_writes();
@@ -84,7 +87,7 @@ std::vector<Close> Boundary::enter(Call call, const std::function<void(Close&)>&
     failure = std::current_exception();
     own.failed = true;
   }
-  const bool ends_pass = call != Call::zero_grad && call != Call::show_gradients;
+  const bool ends_pass = call != Call::zero_grad && call != Call::drop_gradients && call != Call::show_gradients;
   auto closes = close(own, ends_pass);
   // Those in step() throw, and come here too if they were interrupted; else the board tells that they do not.
   while (is_save_in_handlers(closes) && call == Call::save_checkpoint) closes = close(own, ends_pass);
@@ -140,9 +143,11 @@ void Boundary::check_calls(const std::vector<Close>& closes) const {
   const auto& ranks = channels_.data().ranks();
   for (size_t i = 0; i < closes.size(); ++i) {
     // Ranks that have joined have no training loop: they drop or show gradients when the others do.
-    const bool follows = closes[i].joined && (leader.call == Call::zero_grad || leader.call == Call::show_gradients);
-    // A rank that evaluates calls preempt() while others wait for it in a step.
-    const auto may_meet = [](Call call) { return call == Call::step || call == Call::preempt; };
+    const bool follows = closes[i].joined && (leader.call == Call::zero_grad || leader.call == Call::drop_gradients);
+    // A rank that evaluates calls preempt() while others wait for it in a step, and one may read `.grad` alone.
+    const auto may_meet = [](Call call) {
+      return call == Call::step || call == Call::preempt || call == Call::show_gradients;
+    };
     if (closes[i].call == leader.call || follows || (may_meet(closes[i].call) && may_meet(leader.call))) continue;
     throw CommError("the ranks called different methods: " + channels_.mesh().name(ranks[&leader - closes.data()]) +
                     " called " + call_name(leader.call) + ", " + channels_.mesh().name(ranks[i]) + " called " +

@@ -29,8 +29,9 @@ Tensor in_order_of_first(const Parameter& p, int tensor, const Tensor& gradient)
 
 }  // namespace
 
-GradientIntake::GradientIntake(std::vector<Unit*> trainable, gradients::Reducer& reducer, std::function<void()> before)
-    : units_(std::move(trainable)), reducer_(reducer) {
+GradientIntake::GradientIntake(std::vector<Unit*> trainable, gradients::Reducer& reducer, bool speaks,
+                               std::function<void()> before)
+    : units_(std::move(trainable)), reducer_(reducer), passes_(speaks) {
   std::vector<Tensor> tensors;
   for (int u = 0; u < static_cast<int>(units_.size()); ++u) {
     for (int p = 0; p < static_cast<int>(units_[u]->parameters().size()); ++p) {
@@ -44,6 +45,7 @@ GradientIntake::GradientIntake(std::vector<Unit*> trainable, gradients::Reducer&
     }
   }
   replaced_.resize(places_.size(), false);
+  passes_.expect(places_.size());
   const std::string dropped = drop_left();
   if (!dropped.empty()) {
     log(LogLevel::warning, "parameter '" + dropped +
@@ -60,7 +62,9 @@ GradientIntake::GradientIntake(std::vector<Unit*> trainable, gradients::Reducer&
 }
 
 void GradientIntake::arrive(int index, const Tensor& gradient) {
-  const double scale = scaled_ > 0 ? 1.0 : loss_scale_.load();
+  const bool is_own = scaled_ > 0;
+  passes_.note_gradient(index, is_own);
+  const double scale = is_own ? 1.0 : loss_scale_.load();
   const Tensor taken = ordered_and_scaled(index, gradient, scale);
   if (held_ != nullptr) {
     held_->push_back({index, taken});
@@ -122,6 +126,35 @@ Tensor GradientIntake::ordered_and_scaled(int index, const Tensor& gradient, dou
   const Place& place = places_[index];
   const Tensor ordered = in_order_of_first(parameter(place), place.tensor, gradient);
   return scale == 1.0 ? ordered : ordered.to(at::kFloat).mul_(scale);
+}
+
+std::string GradientIntake::take_mixture() {
+  const int index = passes_.take_mixture();
+  return index < 0 ? std::string() : parameter(places_[static_cast<size_t>(index)]).name;
+}
+
+std::vector<uint8_t> GradientIntake::drop(const std::vector<Tensor>& tensors) {
+  std::vector<std::vector<uint8_t>> by_unit;
+  for (const Unit* unit : units_) by_unit.emplace_back(unit->parameters().size(), 0);
+  for (const Tensor& tensor : tensors) {
+    if (const auto place = place_of(tensor)) by_unit[place->first][place->second] = 1;
+  }
+  for (size_t i = 0; i < places_.size(); ++i) {
+    const Place& place = places_[i];
+    if (by_unit[place.unit][place.parameter] == 0) continue;
+    tensor(place).mutable_grad().reset();
+    reducer_.withhold(place.unit, place.parameter);
+    passes_.forget(static_cast<int>(i));
+  }
+  std::vector<uint8_t> all;
+  for (const auto& unit : by_unit) all.insert(all.end(), unit.begin(), unit.end());
+  return all;
+}
+
+std::optional<std::pair<int, int>> GradientIntake::place_of(const Tensor& tensor) const {
+  const auto found = index_of_.find(tensor.unsafeGetTensorImpl());
+  if (found == index_of_.end()) return std::nullopt;
+  return std::pair(places_[found->second].unit, places_[found->second].parameter);
 }
 
 void GradientIntake::follow() {

@@ -10,8 +10,10 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
+#include "engine/run/passes.h"
 #include "gradients/hooks.h"
 #include "gradients/reducer.h"
 #include "sharding/unit.h"
@@ -22,7 +24,8 @@ class GradientIntake {
  public:
   /// `trainable`: by position, as the reducer has them. Drops what lies in `.grad`: it is from before initialize.
   /// `before`: called each time autograd is about to accumulate a gradient.
-  GradientIntake(std::vector<sharding::Unit*> trainable, gradients::Reducer& reducer,
+  /// `speaks`: this rank says what `Passes` has to say.
+  GradientIntake(std::vector<sharding::Unit*> trainable, gradients::Reducer& reducer, bool speaks,
                  std::function<void()> before = {});
 
   /// Before a step: looks for gradients in `.grad`. They are there because the program put them there, or because the
@@ -49,6 +52,18 @@ class GradientIntake {
    private:
     GradientIntake& intake_;
   };
+  /// From now on calls `before` as the constructor's. Not while a backward runs.
+  void announce(std::function<void()> before) { hooks_->announce(std::move(before)); }
+  /// Counts the passes of backward, and whose gradients they gave.
+  Passes& passes() { return passes_; }
+  /// Before a step uses what has arrived. Names a parameter that got gradients of a backward that is not the engine's
+  /// beside its own, the first time that one did; else an empty text.
+  std::string take_mixture();
+  /// Drops what lies in `.grad` of these tensors' parameters and what has not been sent yet. By parameter, unit after
+  /// unit: 1 if it is one of them.
+  std::vector<uint8_t> drop(const std::vector<at::Tensor>& tensors);
+  /// Unit among the trainable ones, and parameter, of a trained parameter's tensor; nothing for others.
+  std::optional<std::pair<int, int>> place_of(const at::Tensor& tensor) const;
   /// Whether the engine's own backward is running.
   bool is_in_backward() const { return scaled_ > 0; }
   /// Gradients that autograd gives from now on wait under this number, begun anew; nothing: they are taken at once.
@@ -104,6 +119,7 @@ class GradientIntake {
   std::vector<Waiting>* held_ = nullptr;             // null: what arrives is taken at once
   std::unordered_map<int, at::Tensor> joining_;      // by place: sums, in the order of the parameter's first tensor
   std::atomic<int> scaled_{0};                       // engine's backward passes under way; autograd's threads read it
+  Passes passes_;
   std::unique_ptr<gradients::GradientHooks> hooks_;
 };
 

@@ -64,7 +64,7 @@ void KeptGradients::show(Boundary& boundary) {
     if (all_[i].unit != gathered) gather(gathered = all_[i].unit);
     set(all_[i]);
   }
-  shown_ = true;
+  shown_ = were_shown_ = true;
 }
 
 void KeptGradients::gather(int unit) {
@@ -194,6 +194,7 @@ void KeptGradients::take_back() {
 void KeptGradients::forget() {
   std::lock_guard lock(mutex_);
   hide();
+  were_shown_ = false;
   for (Kept& kept : all_) kept.change = kUntouched;
 }
 

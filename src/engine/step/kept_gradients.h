@@ -28,6 +28,8 @@ class KeptGradients {
   void set_loss_scale(double scale) { loss_scale_ = scale; }
   /// Whether `.grad` holds them.
   bool shown() const;
+  /// Whether it did since gradients were last used or dropped. The same on all ranks.
+  bool were_shown() const { return were_shown_; }
   /// Collective, once the reducer has finished. Sets `.grad` of each parameter that has a gradient on any rank.
   void show(Boundary& boundary);
   /// Collective. Compares what the programs did to `.grad`; if not every rank shows them, none does afterwards.
@@ -83,6 +85,7 @@ class KeptGradients {
   mutable std::mutex mutex_;  // hooks run on autograd's threads
   std::vector<Kept> all_;
   bool shown_ = false;
+  bool were_shown_ = false;
   int64_t sent_bytes_ = 0;
 };
 

@@ -7,10 +7,10 @@
 #include <vector>
 
 #include "deeptide/engine.h"
+#include "engine/run/losses.h"
 #include "engine/run/progress.h"
 #include "engine/run/rewind.h"
 #include "engine/step/boundary.h"
-#include "engine/step/losses.h"
 #include "gradients/reducer.h"
 
 namespace deeptide::engine {

@@ -6,8 +6,6 @@
 #include <ATen/ops/full_like.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/autograd.h>
-#include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <cmath>
@@ -41,7 +39,10 @@ Stepper::Stepper(const StepperParts& parts, std::unique_ptr<optim::Schedule> sch
   follow_loss_scale();
   follow_schedule();
   follow_boundary();
-  if (parts_.intake) parts_.boundary.take_early_by([this] { parts_.intake->take_left(); });
+  if (parts_.intake) {
+    parts_.boundary.take_early_by([this] { parts_.intake->take_left(); });
+    parts_.intake->passes().set_accumulation(parts_.batch.accumulation);
+  }
   sent_bytes_ = bytes_sent_for_steps();  // what initialize made equal on all ranks
 }
 
@@ -74,16 +75,18 @@ void Stepper::backward(const at::Tensor& loss, bool retain_graph) {
   TORCH_CHECK_VALUE(loss.requires_grad(),
                     "backward: the loss does not require grad: it was computed under no_grad, or from "
                     "detached or frozen tensors only");
+  parts_.model.check_sizes();
   const trace::RecorderScope scope(parts_.channels.recorder().get());
   parts_.reporter.follow_profiler();
   RECORD_USER_SCOPE("deeptide::backward");
   parts_.channels.recorder()->enter(trace::Phase::backward, parts_.progress.global_steps);
   losses_.note(loss);
+  parts_.intake->passes().note_own();
   {
     const GradientIntake::Scaled scaled(*parts_.intake);
     torch::autograd::backward({loss}, {at::full_like(loss, loss_scale())}, retain_graph);
   }
-  if (parts_.kept && is_boundary()) show_gradients();
+  if (keeps_always() && is_boundary()) show_gradients();
 }
 
 void Stepper::backward_from(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& gradients) {
@@ -99,34 +102,7 @@ void Stepper::backward_from(const std::vector<at::Tensor>& outputs, const std::v
     const GradientIntake::Scaled scaled(*parts_.intake);
     torch::autograd::backward(outputs, gradients);
   }
-  if (parts_.kept && is_boundary()) show_gradients();
-}
-
-void Stepper::meet_backward() {
-  if (parts_.kept) parts_.kept->take_back();
-  const int task = torch::autograd::get_current_graph_task_id();
-  if (task == awaited_task_) return;
-  awaited_task_ = task;
-  torch::autograd::Engine::get_default_engine().queue_callback([this, alive = std::weak_ptr<bool>(alive_)] {
-    if (!alive.expired()) end_backward();
-  });
-}
-
-/// Autograd ends. After a backward of the program's own, it shows gradients here; the engine's own shows them itself.
-void Stepper::end_backward() {
-  if (parts_.kept && is_boundary() && !parts_.intake->is_in_backward()) return show_gradients();
-  parts_.reducer->end_backward();
-}
-
-/// Collective.
-void Stepper::show_gradients() {
-  const auto closes = parts_.boundary.enter(Call::show_gradients, [&](Close& own) {
-    parts_.kept->take_back();
-    own.rounds = parts_.reducer->rounds_begun();  // in case of a failure
-    own.rounds = parts_.reducer->rounds_wanted_with(parts_.intake->check_left());
-  });
-  parts_.intake->take_left();
-  follow(closes);
+  if (keeps_always() && is_boundary()) show_gradients();
 }
 
 bool Stepper::is_boundary() const {
@@ -158,25 +134,6 @@ void Stepper::follow_boundary() {
   parts_.reducer->set_local(signs_ || (!parts_.policy.reduce_every_micro && !is_boundary()));
 }
 
-void Stepper::zero_grad() {
-  losses_.clear();
-  if (!parts_.reducer) return;
-  const auto closes = parts_.boundary.enter(Call::zero_grad, [&](Close& own) {
-    if (parts_.kept) parts_.kept->forget();
-    parts_.intake->drop_left();
-    own.rounds = parts_.reducer->rounds_begun();
-  });
-  parts_.reducer->discard(most_rounds(closes));
-}
-
-/// Takes part in what the leading rank called other than step().
-void Stepper::follow(const std::vector<Close>& closes) {
-  if (leading(closes).call == Call::zero_grad) return parts_.reducer->discard(most_rounds(closes));
-  parts_.reducer->finish(most_rounds(closes), /*ends_micro_batch=*/false);
-  parts_.kept->agree(parts_.boundary);
-  parts_.kept->show(parts_.boundary);
-}
-
 std::vector<Close> Stepper::close(bool joined) {
   const auto closes = parts_.boundary.enter(Call::step, [&](Close& own) {
     own.boundary = is_boundary();
@@ -202,21 +159,11 @@ std::vector<Close> Stepper::close(bool joined) {
   return closes;
 }
 
-/// Brings what lies in `.grad` into the reducer.
-void Stepper::take_gradients() {
-  if (parts_.kept) {
-    parts_.kept->agree(parts_.boundary);
-    parts_.kept->absorb();
-    parts_.kept->forget();
-  }
-  parts_.intake->take_left();
-}
-
 /// Whether the program says that this step() is no boundary, and gradients stay here until there is one: then no other
 /// rank needs to hear of it. Where all count alike, they meet, so that an error of one is an error of all.
 bool Stepper::steps_alone() const {
-  return boundary_override_ == false && parts_.channels.data().size() > 1 && parts_.reducer->is_local() &&
-         parts_.reducer->rounds_begun() == 0 && !parts_.policy.reduce_every_micro;
+  return boundary_override_ == false && !parts_.kept && parts_.channels.data().size() > 1 &&
+         parts_.reducer->is_local() && parts_.reducer->rounds_begun() == 0 && !parts_.policy.reduce_every_micro;
 }
 
 StepOutcome Stepper::accumulate_alone() {
@@ -237,6 +184,7 @@ std::optional<StepOutcome> Stepper::step(bool joined) {
   parts_.reporter.follow_profiler();
   RECORD_USER_SCOPE("deeptide::step");
   parts_.channels.recorder()->enter(trace::Phase::step, parts_.progress.global_steps);
+  parts_.intake->passes().note_step();
   if (!joined && steps_alone()) return accumulate_alone();
   for (;;) {
     const auto closes = close(joined);
@@ -274,6 +222,7 @@ void Stepper::check_has_gradient(const std::vector<Close>& closes) const {
 /// All ranks that train are at the boundary.
 StepOutcome Stepper::end_step(const std::vector<Close>& closes) {
   check_has_gradient(closes);
+  say_mixture();
   const Update update;  // other ranks go on with theirs
   const auto verdicts = judge();
   if (terms_.follow_leader(verdicts, closes)) ++hyperparameters_version_;

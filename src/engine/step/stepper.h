@@ -3,6 +3,7 @@
 // Turns a loss into new parameters: close the micro-batch, reduce, judge, clip, step, publish.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -10,6 +11,7 @@
 #include "deeptide/engine.h"
 #include "engine/bind/live_model.h"
 #include "engine/run/last_boundary.h"
+#include "engine/run/losses.h"
 #include "engine/run/preemption.h"
 #include "engine/run/progress.h"
 #include "engine/run/rewind.h"
@@ -18,7 +20,6 @@
 #include "engine/step/gradient_intake.h"
 #include "engine/step/kept_gradients.h"
 #include "engine/step/link_report.h"
-#include "engine/step/losses.h"
 #include "engine/step/saver.h"
 #include "engine/step/skipped_steps.h"
 #include "engine/step/step_terms.h"
@@ -70,6 +71,13 @@ class Stepper {
   std::optional<StepOutcome> step(bool joined);
   /// Collective.
   void zero_grad();
+  /// Collective. Drops what backward gave the parameters of these tensors since the last step, and no other's.
+  /// Errors: ValueError if ranks name different ones.
+  void drop_gradients(const std::vector<at::Tensor>& of);
+  /// Collective, with ranks that are in step(). `.grad` of each parameter holds its whole gradient until step().
+  void show_gradients();
+  /// `make`: makes this rank's KeptGradients once a program looks at `.grad` without "keep_grad".
+  void keep_by(std::function<KeptGradients*()> make) { make_kept_ = std::move(make); }
   /// Collective, with ranks that are in step(). Drops the gradients of the step to come.
   void preempt();
 
@@ -108,7 +116,10 @@ class Stepper {
   void take_gradients();
   void follow(const std::vector<comm::Close>& closes);
   void end_backward();
-  void show_gradients();
+  bool keeps_always() const;
+  void show(const std::vector<comm::Close>& closes);
+  void drop(const std::vector<comm::Close>& closes, std::vector<uint8_t> marks);
+  void say_mixture();
   std::vector<comm::Verdict> judge();
   StepOutcome accumulating() const;
   bool agrees_to_go();
@@ -138,6 +149,7 @@ class Stepper {
   StepTerms terms_;
   SkippedSteps skipped_;
   DriftGuard drift_;
+  std::function<KeptGradients*()> make_kept_;
   std::string drifted_;  // the error that this step ends with, if copies differ; else empty
 };
 

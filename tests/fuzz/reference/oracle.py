@@ -11,6 +11,7 @@ from actions import accelerators, surroundings
 from actions.acts import ACTS, RELATIVE, UNCOUNTED, is_raw, values_for
 from actions.programs import STATES, acts_of, hosts_of, is_low, is_packed, pick, placement_of, quantized_in
 
+from reference import idioms
 from reference.expected import (
     AWAY,
     DIFFERENT_CALLS,
@@ -89,7 +90,7 @@ def _phase(program, phase, setting, common, noise):
 def _perform(life, act, saves, avoid):
     if life.program.get("accelerator") and accelerators.lacks(act):
         raise UndefinedError("what only a CPU's memory allows")
-    if act["act"] in ACTS:
+    if act["act"] in ACTS and act["act"] not in COLLECTIVE:
         _check_defined(life, act, avoid)
         return [_local(life, rank, act) for rank in life.ranks]
     if act["act"] in surroundings.ACTS:
@@ -151,8 +152,7 @@ def _check_defined(life, act, avoid):
     if act["act"] == "swap" and act["way"] == "double":
         for rank in life.ranks:
             rank.rehung.add(act["name"])
-    if act["act"] in ("model_zero_grad", "set_grad") and any(rank.rehung for rank in life.ranks):
-        raise UndefinedError("where the gradient of a parameter is that had another type meanwhile")
+    idioms.check_looks(life, act)
 
 
 def _check_gathered(life, act):
@@ -225,6 +225,10 @@ def zero_grad(life, act, saves):
     life.enter()
     life.drop_gradients()
     return {}
+
+
+def model_zero_grad(*given):
+    return zero_grad(*given) if idioms.drops(*given[:2]) else {}
 
 
 def _micro_batches(life, act, counts, alone):
@@ -491,8 +495,8 @@ def _cloned(state):
 COLLECTIVE = {
     f.__name__: f
     for f in (
-        step, counters, zero_grad, join, no_sync, boundary, hyper, save, load, state, export, snapshot, look_all,
-        look_gradient, set_full, rebuild, offload_states, reload_states, empty_cache, add_group, diverge, add_left_out,
-        optimizer_state, step_hook, schedule,
+        step, counters, zero_grad, model_zero_grad, join, no_sync, boundary, hyper, save, load, state, export, snapshot,
+        look_all, look_gradient, set_full, rebuild, offload_states, reload_states, empty_cache, add_group, diverge,
+        add_left_out, optimizer_state, step_hook, schedule,
     )
 }  # fmt: skip

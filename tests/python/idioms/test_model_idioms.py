@@ -44,7 +44,7 @@ def start_on_stages(world, stage=1):
 
 
 def saved(model):
-    """What torch.load gives of a file that torch.save wrote of the model's state_dict()."""
+    """Goes through a file of torch.save with the model's state_dict()."""
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
     file.seek(0)

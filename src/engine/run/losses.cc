@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Reads losses where somebody asks for them.
-#include "engine/step/losses.h"
+#include "engine/run/losses.h"
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/isfinite.h>
