@@ -146,7 +146,9 @@ class Engine(Answers, WholeSteps, LessWork, Observed, Offloading):
             args, kwargs = self._less_work.before_forward(self.global_steps, args, kwargs)
         lower = self.torch_autocast_dtype()
         keeps = contextlib.nullcontext() if self._activations is None else self._activations.forward()
-        with self._observed_forward(args, kwargs), keeps:
+        gathers = self.zero_optimization_stage() == 3  # an interrupted gather would lack this rank's part
+        held = held_signals(BEFORE_UPDATES) if gathers else contextlib.nullcontext()
+        with held, self._observed_forward(args, kwargs), keeps:
             if lower is None:
                 return self._compute(args, kwargs)
             with torch.autocast(self.device.type, lower):
@@ -170,10 +172,10 @@ class Engine(Answers, WholeSteps, LessWork, Observed, Offloading):
             at_boundary = self._core.is_gradient_accumulation_boundary()
             self._less_work.before_backward(loss, at_boundary, self._core.mean)
         if scale_wrt_gas:
-            with self._observed_backward():
+            with held_signals(BEFORE_UPDATES), self._observed_backward():
                 self._core.backward(loss, retain_graph)
             return loss.detach() / accumulation
-        with self._observed_backward():
+        with held_signals(BEFORE_UPDATES), self._observed_backward():
             self._core.backward(loss * accumulation, retain_graph)  # which divides by them
         return loss.detach()
 

@@ -7,7 +7,11 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdlib>
+#include <map>
+#include <mutex>
 #include <thread>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
@@ -24,9 +28,40 @@ constexpr auto kAnswers = 2 * kPollFailures + milliseconds(50);  // for the othe
 constexpr milliseconds kLook{10};
 constexpr char kStoreLost[] = "rank 0 has probably ended, perhaps because another rank did: see its error";
 constexpr char kTakenBack[] = "-";  // in an error's place
-// Keys of all engines over a store: a rank that waits in one of them tells where, once a rank asks in another.
+// Keys of all engines: a rank that waits in one of them tells where, and when, once a rank asks in another.
 constexpr char kElsewhereWanted[] = "deeptide/elsewhere/wanted";
 constexpr char kElsewhere[] = "deeptide/elsewhere/";
+
+constexpr int64_t kFresh = 30;  // seconds: an older answer is of an earlier question, or of an earlier attempt
+
+/// By rank, since ranks may be threads.
+struct Engines {
+  std::mutex mutex;
+  std::map<int, int64_t> made, alive;
+};
+
+/// Never destroyed: engines may outlive static objects.
+Engines& engines() {
+  static auto* const all = new Engines;
+  return *all;
+}
+
+int64_t seconds_now() {
+  return std::chrono::duration_cast<std::chrono::seconds>(std::chrono::system_clock::now().time_since_epoch()).count();
+}
+
+std::string with_time(const std::string& place) { return std::to_string(seconds_now()) + " " + place; }
+
+/// The place, if it was told lately.
+std::optional<std::string> fresh_place(const std::optional<std::string>& told) {
+  if (!told || seconds_now() - std::strtoll(told->c_str(), nullptr, 10) > kFresh) return std::nullopt;
+  return told->substr(told->find(' ') + 1);
+}
+
+c10::intrusive_ptr<c10d::Store> below_prefixes(const c10::intrusive_ptr<c10d::Store>& store) {
+  auto* const prefixed = dynamic_cast<c10d::PrefixStore*>(store.get());
+  return prefixed == nullptr ? store : prefixed->getUnderlyingNonPrefixStore();
+}
 
 /// Keeps the message of an error, without the stack trace that torch's have.
 std::string first_line(const std::string& text) { return text.substr(0, std::min<size_t>(text.find('\n'), 200)); }
@@ -46,23 +81,25 @@ FailureBoard::FailureBoard(const World& world, const std::string& prefix, millis
       size_(world.size),
       mesh_(mesh.value_or(Mesh::data_parallel(world.size))),
       grace_(grace),
-      process_(::getpid()) {}
+      process_(::getpid()),
+      common_(below_prefixes(world.store)) {}
 
 bool FailureBoard::has_listeners() const { return size_ > 1 && ::getpid() == process_; }
 
-void FailureBoard::name_engine(int64_t number, const std::string& model) {
-  engine_ = format_text("engine {}{}, ", number, model.empty() ? "" : " (" + model + ")");
-  is_later_engine_ = number > 1;
+FailureBoard::~FailureBoard() {
+  const std::lock_guard lock(engines().mutex);
+  if (!engine_.empty()) --engines().alive[rank_];
 }
 
-std::string FailureBoard::engine() const noexcept {
-  try {
-    const std::string count = "deeptide/engines/board/" + std::to_string(rank_);
-    const bool is_one_of_several = is_later_engine_ || (!engine_.empty() && store_ && store_->add(count, 0) > 1);
-    return is_one_of_several ? engine_ : "";
-  } catch (const std::exception&) {  // the store has ended
-    return "";
-  }
+void FailureBoard::name_engine(const std::string& model) {
+  const std::lock_guard lock(engines().mutex);
+  ++engines().alive[rank_];
+  engine_ = format_text("engine {}{}, ", ++engines().made[rank_], model.empty() ? "" : " (" + model + ")");
+}
+
+std::string FailureBoard::engine() const {
+  const std::lock_guard lock(engines().mutex);
+  return engines().alive[rank_] > 1 ? engine_ : "";
 }
 
 std::string FailureBoard::key(const std::string& kind, int64_t number) const {
@@ -270,8 +307,8 @@ bool FailureBoard::is_failure() noexcept {
 }
 
 void FailureBoard::answer_other_engines(const std::string& own_place) {
-  if (own_place.empty() || !store_->check({kElsewhereWanted})) return;
-  store_->set(kElsewhere + std::to_string(rank_), to_bytes(own_place));
+  if (own_place.empty() || !common_->check({kElsewhereWanted})) return;
+  common_->set(kElsewhere + std::to_string(rank_), to_bytes(with_time(own_place)));
 }
 
 /// Reads other ranks' reports.
@@ -282,7 +319,7 @@ FailureBoard::Reports FailureBoard::read_reports(const FindProcess& find_process
     const auto place = read_if_there(*store_, key("place", r));
     if (place) {
       reports.places += "; " + name(r) + ": " + *place;
-    } else if (const auto elsewhere = read_if_there(*store_, kElsewhere + std::to_string(r))) {
+    } else if (const auto elsewhere = fresh_place(read_if_there(*common_, kElsewhere + std::to_string(r)))) {
       reports.places += "; " + name(r) + " is in another engine and " + *elsewhere;
     } else {
       reports.missing += (reports.missing.empty() ? "" : ", ") + std::to_string(r) + mesh_.place(r);
@@ -315,8 +352,8 @@ std::string FailureBoard::diagnose(const std::string& own_place, const FindCause
   try {
     store_->set(key("place", rank_), to_bytes(own_place));
     store_->set(prefix_ + "/places", to_bytes("wanted"));
-    store_->set(kElsewhere + std::to_string(rank_), to_bytes(own_place));
-    store_->set(kElsewhereWanted, to_bytes("yes"));
+    common_->set(kElsewhere + std::to_string(rank_), to_bytes(with_time(own_place)));
+    common_->set(kElsewhereWanted, to_bytes("yes"));
     store_->set(prefix_ + "/news", to_bytes("yes"));
     find();
     const std::string cause = prefix_ + "/cause";

@@ -70,10 +70,13 @@ class FailureBoard {
   std::optional<std::string> error() noexcept;
   /// Whether a rank has reported its end, for whatever reason. Errors: the store's.
   bool has_ended(int rank);
-  /// Names the engine whose board this is: the `number`-th of this rank over this store, of a model of this type.
-  void name_engine(int64_t number, const std::string& model);
-  /// "engine 2 (Discriminator), "; empty while this rank has made one engine only. Never throws.
-  std::string engine() const noexcept;
+  ~FailureBoard();
+  FailureBoard(const FailureBoard&) = delete;
+
+  /// Names the engine whose board this is by its number among this rank's, and by the type of its model.
+  void name_engine(const std::string& model);
+  /// "engine 2 (Discriminator), "; empty while this rank has no other engine.
+  std::string engine() const;
   /// A rank as reports name it: Mesh::name.
   std::string name(int rank) const { return mesh_.name(rank); }
   /// Whether the store answers.
@@ -110,7 +113,7 @@ class FailureBoard {
   const pid_t process_;
   std::mutex mutex_;
   std::string engine_;
-  bool is_later_engine_ = false;  // than this rank's first one
+  c10::intrusive_ptr<c10d::Store> common_;  // of all engines, below the prefixes of their stores
   std::string cause_;
   bool unexplained_ = false;  // the cause is that ranks gave no report
 

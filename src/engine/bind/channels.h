@@ -33,7 +33,7 @@ class Channels {
   /// These ranks as a design knows them.
   const Topology& topology() const { return topology_; }
   /// Errors name the engine by its model's type where a rank has several.
-  void name_engine(const std::string& model) { board_->name_engine(std::stoll(board_name_), model); }
+  void name_engine(const std::string& model) { board_->name_engine(model); }
   /// Collective. Opens the channels of a design that are not there yet.
   void open(const std::vector<ChannelRow>& rows);
   /// Collective. Runs the channels' first collectives on the model's device. NCCL connects a group's ranks in its first
@@ -85,7 +85,6 @@ class Channels {
   comm::Team data_;
   std::shared_ptr<comm::Clock> clock_;
   std::shared_ptr<trace::Recorder> recorder_;
-  const std::string board_name_;  // begins with the engine's number
   std::shared_ptr<world::FailureBoard> board_;
   std::shared_ptr<host::Host> host_;
   bool between_hosts_;

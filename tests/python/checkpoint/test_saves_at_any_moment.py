@@ -201,6 +201,7 @@ def begin_anew(stage):
 
 def interrupted(stage, seed, folder):
     """Interrupts come to all ranks at once, wherever they are; each save is loaded, and training goes on from there."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have left it ignored
     deeptide.init_distributed()
     engine, loader = begin_anew(stage)
     pids = processes_of_all(folder, engine.world)

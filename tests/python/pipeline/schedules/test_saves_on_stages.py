@@ -49,6 +49,7 @@ def processes_of_all(folder, world):
 
 
 def interrupted(schedule, stage, seed, folder):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have left it ignored
     engine = make(schedule, stage)
     data_size = engine.world.size // 2
     given = stages.batches(engine.world.rank % data_size, data_size, 1, GAS)
