@@ -12,7 +12,6 @@ from moved_settings import SETTINGS
 
 import deeptide
 
-
 CASES = {**RUNS, **SETTINGS}
 _DEEPSPEEDS = ("data_types", "zero_allow_untested_optimizer")  # keys of the run that say nothing of this one
 
