@@ -88,6 +88,7 @@ void add_part(const RankFile& rank, const Flat& flat, const Part& part, int64_t 
     if (!key->is(Kind::text)) continue;
     const auto tensor = rank.file.tensor(*value);
     const int64_t numel = tensor ? tensor->numel() : 0;
+    if (tensor && tensor->shape.empty()) table.add_value(part.name, key->text, rank.name, *tensor);
     if (key->text == "step") {
       if (const auto steps = rank.file.number(*value)) table.count_steps(part.name, *steps);
     } else if (tensor && !tensor->shape.empty() && numel >= flat.numel && numel <= flat.numel + flat.padding) {

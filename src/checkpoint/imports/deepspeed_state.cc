@@ -216,6 +216,7 @@ Manifest deepspeed_manifest(const DeepspeedFolder& folder, const TorchFile& mode
   state["groups"] = groups_of(saved, optimizer);
   if (json by_name = groups_by_name(model); !by_name.empty()) state["parameter_groups"] = std::move(by_name);
   if (optimizer != nullptr) state["optimizer"] = optimizer->name;
+  if (optimizer == nullptr) state["optimizer_unnamed"] = true;  // the program's own
   if (const json scale = loss_scale_of(saved); !scale.is_null()) state["loss_scale"] = scale;
   if (config != nullptr) {
     PlainState plain(model);

@@ -63,6 +63,9 @@ void add_states(const DeepspeedModel& model, int64_t slice, const NumberedState&
   for (const auto& [key, value] : numbered.states->entries) {
     if (!key->is(Kind::text)) continue;
     const auto tensor = numbered.file->tensor(*value);
+    if (tensor && tensor->shape.empty()) {
+      table.add_value(parameter.name, key->text, numbered.file_name, *tensor);
+    }
     if (key->text == "step") {
       if (const auto steps = numbered.file->number(*value)) table.count_steps(parameter.name, *steps);
     } else if (tensor && tensor->shape == parameter.tensor.shape) {

@@ -12,8 +12,10 @@
 namespace deeptide::checkpoint {
 namespace {
 
-/// DeepSpeed's kernels on a CPU keep Adagrad's sum under the name of Adam's second moment.
+/// DeepSpeed's kernels on a CPU keep Adagrad's sum under the name of Adam's second moment; SGD's momentum has torch's
+/// name.
 std::string own_name(const OptimizerInfo& optimizer, const std::string& state) {
+  if (optimizer.name == "SGD" && state == "momentum_buffer") return "momentum";
   return optimizer.name == "Adagrad" && state == "exp_avg_sq" ? "sum" : state;
 }
 
@@ -53,6 +55,11 @@ std::optional<Role> ForeignTable::role_of(const std::string& state) const {
   const auto& roles = optim::find_rule(optimizer_->name).roles();
   const bool kept = std::any_of(roles.begin(), roles.end(), [&](const auto& role) { return role.name == name; });
   return kept ? std::optional(Role::moment(name)) : std::nullopt;
+}
+
+void ForeignTable::add_value(const std::string& parameter, const std::string& state, const std::string& file,
+                             const TorchTensor& tensor) {
+  if (optimizer_ == nullptr) add_whole({parameter, Role::moment(state + kWholeState)}, file, tensor);
 }
 
 void ForeignTable::count_steps(const std::string& parameter, double steps) {

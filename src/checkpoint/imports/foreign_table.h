@@ -12,6 +12,9 @@
 
 namespace deeptide::checkpoint {
 
+/// Ends the name of a moment that is one value of a parameter, and has not its elements.
+inline constexpr const char* kWholeState = ":whole";
+
 /// Elements of a tensor in a file: from its element `first` on, in the order of memory.
 struct ForeignElements {
   const TorchFile& file;
@@ -35,6 +38,9 @@ class ForeignTable {
   }
   /// The role of an optimizer's state by its name there; none for what our optimizer of that name does not keep.
   std::optional<Role> role_of(const std::string& state) const;
+  /// A state that is one value of a parameter, such as a count, which the program's own optimizer may read.
+  void add_value(const std::string& parameter, const std::string& state, const std::string& file,
+                 const TorchTensor& tensor);
   /// A parameter's count of steps, of which the highest counts.
   void count_steps(const std::string& parameter, double steps);
 

@@ -66,6 +66,10 @@ json hyper_to_json(const Hyperparameters& hyper) {
   return saved;
 }
 
+/// Stands for the optimizer of a program whose checkpoint others saved, which does not name it: its states are
+/// compared.
+constexpr const char* kAny = "*";
+
 /// The name that checkpoints had for a hyper-parameter before it was torch's.
 const char* former_name(const std::string& name) {
   return name == "decoupled_weight_decay" ? "decoupled_decay" : name.c_str();
@@ -128,7 +132,7 @@ Progress progress_from_json(const json& state, const Progress& own) {
   progress.global_samples = state.value("global_samples", int64_t{0});
   progress.last_loss = state.value("last_loss", kNoLoss);
   progress.offload_ratio = state.value("offload_ratio", -1.0);
-  progress.optimizer = state.value("optimizer", "");
+  progress.optimizer = state.value("optimizer", state.value("optimizer_unnamed", false) ? kAny : "");
   progress.skipped_in_a_row = state.value("skipped_in_a_row", int64_t{0});
   const std::vector<Hyperparameters>& groups = own.hyperparameters;
   if (state.at("groups").is_null()) progress.hyperparameters = groups;  // others saved none: the program's stay
@@ -142,7 +146,8 @@ Progress progress_from_json(const json& state, const Progress& own) {
 std::vector<std::string> mismatches(const Progress& saved, const Progress& own) {
   const std::string name = own.hyperparameters.empty() ? "" : own.hyperparameters.front().optimizer()->name;
   // Checkpoints did not name it before there were optimizers of the caller's: theirs are the table's.
-  const bool other = saved.optimizer.empty() ? !find_optimizer(name) : saved.optimizer != name;
+  const bool other =
+      saved.optimizer != kAny && (saved.optimizer.empty() ? !find_optimizer(name) : saved.optimizer != name);
   if (!name.empty() && !saved.hyperparameters.empty() && other) {
     return {"optimizer: the checkpoint holds the states of " +
             (saved.optimizer.empty() ? std::string("another optimizer") : saved.optimizer) + ", this engine has " +

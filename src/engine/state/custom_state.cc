@@ -11,6 +11,7 @@
 #include <map>
 #include <string_view>
 
+#include "checkpoint/imports/foreign_table.h"
 #include "engine/model/slices.h"
 
 namespace deeptide::engine {
@@ -25,7 +26,7 @@ using Part = zero::CustomSteps::Part;
 
 namespace {
 
-constexpr std::string_view kWhole = ":whole";  // ends the role of a state that is not per element
+constexpr std::string_view kWhole = checkpoint::kWholeState;
 
 }  // namespace
 

@@ -14,6 +14,7 @@
 #include "base/libraries/nlohmann.h"
 #include "base/log.h"
 #include "base/sha256.h"
+#include "checkpoint/imports/foreign_table.h"
 #include "checkpoint/imports/open_checkpoint.h"
 #include "checkpoint/load/other_folders.h"
 #include "checkpoint/load/reader.h"
@@ -25,6 +26,7 @@
 #include "engine/state/node_local.h"
 #include "engine/state/partial_load.h"
 #include "engine/state/rounding_errors.h"
+#include "engine/state/saved_roles.h"
 #include "engine/step/across_stages.h"
 
 namespace deeptide {
@@ -36,7 +38,10 @@ using checkpoint::Role;
 using checkpoint::TensorId;
 using comm::Call;
 using comm::Vote;
+using engine::loose_role;
 using engine::Progress;
+using engine::SavedRoles;
+using engine::translate_roles;
 using sharding::Parameter;
 using zero::StateName;
 
@@ -47,53 +52,6 @@ std::string joined(const std::vector<std::string>& lines, size_t most) {
   for (size_t i = 0; i < std::min(lines.size(), most); ++i) text += "\n  " + lines[i];
   if (lines.size() > most) text += "\n  … and " + std::to_string(lines.size() - most) + " more";
   return text;
-}
-
-/// The roles in which a checkpoint has values that a module holds: weights, and buffers as this rank takes them.
-class SavedRoles {
- public:
-  /// A rank that the saved mesh did not have takes the buffers of the rank at the origin.
-  SavedRoles(const checkpoint::Reader& reader, const Coordinates& coordinates) : buffer_(Role::buffer()) {
-    const Role own = Role::buffer(coordinates);
-    for (const Piece& piece : reader.table()) {
-      if (piece.role == own) buffer_ = own;
-      if (piece.role.is_weight()) weights_.insert_or_assign(piece.name, piece.role);
-      if (piece.role.is_buffer()) buffers_.insert(piece.name);
-    }
-  }
-  std::optional<Role> weight(const std::string& name) const {
-    const auto found = weights_.find(name);
-    return found == weights_.end() ? std::nullopt : std::optional(found->second);
-  }
-  /// Whether or not there is such a buffer.
-  const Role& buffer() const { return buffer_; }
-  bool has_buffer(const std::string& name) const { return buffers_.contains(name); }
-  bool has(const std::string& name) const { return weights_.contains(name) || has_buffer(name); }
-
- private:
-  Role buffer_;
-  std::map<std::string, Role> weights_;
-  std::set<std::string> buffers_;
-};
-
-/// Maps roles: a checkpoint without optimizer has "param" where an engine with one has "master", and vice versa. What
-/// was added to the model after initialize was saved like a buffer.
-void translate_roles(const SavedRoles& saved, std::vector<Piece>& wanted) {
-  for (Piece& piece : wanted) {
-    if (!piece.role.is_weight()) continue;
-    if (const auto role = saved.weight(piece.name)) {
-      piece.role = *role;
-    } else if (saved.has_buffer(piece.name)) {
-      piece.role = saved.buffer();
-    }
-  }
-}
-
-/// The role in which the checkpoint has a value of this name for a tensor that is not the engine's. A replaced
-/// parameter that was not one when it was saved takes the value of the trained one.
-Role loose_role(const SavedRoles& saved, const std::string& name) {
-  const auto weight = saved.weight(name);
-  return weight && !saved.has_buffer(name) ? *weight : saved.buffer();
 }
 
 /// Requests the tensors that are not the engine's.
@@ -215,7 +173,7 @@ void tell_of_changes(const checkpoint::Reader& reader, const std::vector<Piece>&
 /// are not wanted, moments that this engine does not keep, and what other stages have.
 std::set<TensorId> ignored_tensors(const checkpoint::Reader& reader, bool moments, const std::set<StateName>& unkept,
                                    const std::vector<engine::LateTie>& ties, const std::vector<Piece>& wanted,
-                                   const std::set<std::string>& elsewhere) {
+                                   const std::set<std::string>& elsewhere, bool keeps_values) {
   std::set<std::string> buffers;
   for (const engine::LateTie& tie : ties) buffers.insert(tie.name);
   for (const Piece& piece : wanted) {
@@ -225,7 +183,9 @@ std::set<TensorId> ignored_tensors(const checkpoint::Reader& reader, bool moment
   for (const Piece& piece : reader.table()) {
     const bool of_another_rank = piece.role.is_buffer() && buffers.count(piece.name) != 0;
     const bool unkept_moment = piece.role.is_moment() && (!moments || unkept.contains(name_of(piece)));
-    const bool leaves_out = of_another_rank || unkept_moment || piece.role.is_rounding_error();
+    const bool unkept_value =
+        piece.role.is_moment() && !keeps_values && piece.role.moment_name().ends_with(checkpoint::kWholeState);
+    const bool leaves_out = unkept_value || of_another_rank || unkept_moment || piece.role.is_rounding_error();
     if (leaves_out || elsewhere.contains(piece.name)) ignored.insert({piece.name, piece.role});
   }
   return ignored;
@@ -444,7 +404,8 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
     const SavedRoles roles(*reader, engine::buffer_coordinates_of(channels.mesh(), channels.world().rank));
     absent = request(*reader, roles, options.strict, loose, wanted, staged);
     const auto unkept = optimizer ? optimizer->states().unkept() : std::set<StateName>();
-    const auto ignored = ignored_tensors(*reader, moments, unkept, now.tied, wanted, elsewhere);
+    const auto ignored =
+        ignored_tensors(*reader, moments, unkept, now.tied, wanted, elsewhere, optimizer && optimizer->custom());
     if (moments) errors = {*reader, model, rounding_errors(), channels, wanted};
     unexpected = require_fit(directory + "/" + tag, *reader, wanted, ignored, options.strict, differences);
     if (config.checkpoint().verify) source.verify(*reader, wanted, has_trained());

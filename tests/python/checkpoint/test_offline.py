@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.format_utils
+import torch.distributed.checkpoint.state_dict
 from conftest import run_ranks
 from torch import nn
 
@@ -186,6 +187,42 @@ def test_torch_reads_weights_and_states_of_a_distributed_checkpoint(saved, tmp_p
         assert groups[name] == {"lr": 0.01, "betas": (0.9, 0.95)}
     with pytest.raises(deeptide.ConfigError, match="dcp holds what was saved; give no dtype"):
         checkpoint.export(folder, tmp_path / "out", "dcp", dtype="bf16")
+
+
+def save_groups(world, folder):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    groups = [
+        {"params": model[0].parameters(), "lr": 0.01, "weight_decay": 0.3},
+        {"params": model[1].parameters(), "lr": 0.002, "betas": (0.8, 0.9)},
+    ]
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 0.5}}}
+    engine, *_ = deeptide.initialize(model=model, model_parameters=groups, config=config, world=world)
+    engine.backward(engine(torch.ones(1, 3)).sum())
+    engine.step()
+    engine.save_checkpoint(str(folder), tag="groups")
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_torch_loads_groups_of_a_distributed_checkpoint_in_both_its_forms(tmp_path, flat):
+    run_ranks(1, save_groups, tmp_path / "run")
+    checkpoint.export(tmp_path / "run", tmp_path / "out", "dcp")
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW([{"params": model[0].parameters()}, {"params": model[1].parameters()}], lr=7.0)
+    options = torch.distributed.checkpoint.state_dict.StateDictOptions(flatten_optimizer_state_dict=flat)
+    weights, states = torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer, options=options)
+    state = {"model": weights, "optim": states}
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load(state, checkpoint_id=str(tmp_path / "out"), planner=planner, no_dist=True)
+    torch.distributed.checkpoint.state_dict.set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"], options=options
+    )
+    first, second = optimizer.param_groups
+    assert (first["lr"], first["weight_decay"], tuple(first["betas"])) == (0.01, 0.3, (0.9, 0.999))
+    assert (second["lr"], second["weight_decay"], tuple(second["betas"])) == (0.002, 0.01, (0.8, 0.9))
+    assert all(value["step"] == 1 and value["exp_avg"].abs().sum() > 0 for value in optimizer.state.values())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
 
 
 def test_a_distributed_checkpoint_is_described_as_torch_does(saved, tmp_path):

@@ -136,3 +136,43 @@ def test_observing_changes_no_number(tmp_path):
     one, other = train(plain), train(config_of(tmp_path) | seen)
     for a, b in zip(one.module.parameters(), other.module.parameters()):
         assert torch.equal(a, b)
+
+
+def long_record(folder, name, steps, scale=1.0):
+    """A record as a long run leaves it, of few distinct values."""
+    times = {key: 0.01 for key in ("computing", "optimizer", "waiting", "files", "data")}
+    (folder / name).mkdir(parents=True)
+    with (folder / name / "run.jsonl").open("w") as file:
+        file.write(json.dumps({"kind": "start", "origin": "<dict>", "world": 1, "config": "{}"}) + "\n")
+        for step in range(1, steps + 1):
+            spike = 50.0 if step == steps // 3 else 0.0
+            line = {
+                "kind": "step",
+                "step": step,
+                "loss": scale * (10.0 / step**0.5) + spike,
+                "norm": 1.0 + step % 7,
+                "lr": 1e-3,
+                "applied": step % 50 > 0,
+                "reason": "overflow",
+                "wall_s": step * 0.05,
+                "samples": 8 * step,
+                "tokens": 0,
+                "times": {"total": 0.05, **times},
+                "memory": {"parameters": [1 << 20, 0], "gradients": [step, 0]},
+            }
+            file.write(json.dumps(line) + "\n")
+    return folder / name
+
+
+def test_a_long_run_makes_a_small_page_that_shows_each_peak(tmp_path):
+    page = write_report(long_record(tmp_path, "a", 60_000), long_record(tmp_path, "b", 60_000)).read_text()
+    assert len(page) < 1_000_000
+    assert "<dict>" not in page and "&lt;dict&gt;" not in page and "given by the program, as a dict" in page
+    assert page.count(">step</text>") >= 4  # the axis of each chart has a name
+    loss = page[page.index("<h2>Loss</h2>") :]
+    loss = loss[: loss.index("</svg>")]
+    assert "stroke-dasharray" in loss  # two equal curves are two
+    assert "<title>step 1: a: 10, b: 10</title>" in loss
+    heights = [float(point.split(",")[1]) for point in loss.split('points="')[1].split('"')[0].split()]
+    assert min(heights) < 20 < sorted(heights)[2]  # one peak, at the top
+    assert "minmax(min(440px, 100%), 1fr)" in page
