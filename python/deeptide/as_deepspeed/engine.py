@@ -32,7 +32,7 @@ from deeptide.as_deepspeed.pipe.topology import (
     PipelineParallelGrid,
     PipeModelDataParallelTopology,
 )
-from deeptide.as_deepspeed.training.loader import OrderedLoader
+from deeptide.as_deepspeed.helpers.loader import OrderedLoader
 from deeptide.engine import Engine
 
 

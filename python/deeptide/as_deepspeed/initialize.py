@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 import weakref
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from deeptide.as_deepspeed.config.configuration import counted_once, read_config
 from deeptide.as_deepspeed.engine import DeepSpeedEngine
 from deeptide.as_deepspeed.helpers.logging import set_log_level_from_string
 from deeptide.as_deepspeed.training.engine_optimizer import EngineOptimizer
-from deeptide.as_deepspeed.training.loader import OrderedLoader
+from deeptide.as_deepspeed.helpers.loader import OrderedLoader
 from deeptide.as_deepspeed.training.loss_scalers import EngineLossScale
 
 # The engines without an optimizer, by their model: one that trains may take their place.
@@ -131,8 +132,8 @@ def initialize(
             parsed = parsed.without_scheduler()
         engine, optimizer, loader, scheduler = make_engine(
             _kind_for(model), model, parsed, plan, lr_scheduler, training_data, collate_fn, mpu=mpu,
-            shuffle=not is_pipeline(model),  # DeepSpeed's pipelines take samples in the data's order
-            loader_kind=OrderedLoader, optimizer_kind=EngineOptimizer,
+            make_loader=functools.partial(OrderedLoader, shuffle=not is_pipeline(model)),  # pipelines take data's order
+            optimizer_kind=EngineOptimizer,
         )  # fmt: skip
     assert isinstance(engine, DeepSpeedEngine)
     engine.given_config = given
