@@ -252,6 +252,14 @@ def initialize(
         )
 
 
+def _groups_of(plan: OptimizerPlan | None, model: torch.nn.Module, config: Config) -> tuple[list[Any], str]:
+    """(the core's groups of parameters, the optimizer that takes the configuration's place)."""
+    if plan is None:
+        return [], ""
+    plan.note_left_out(model)
+    return plan.core_groups(config), plan.override
+
+
 def make_engine(
     kind: type[Engine],
     model: torch.nn.Module,
@@ -279,10 +287,7 @@ def make_engine(
         kind = tuning_run.begin(kind, model, config, plan, world, stages * (team.size if team else 1))
     ranks = _data_world(world, stages, team.size if team else 1)
     loader = _loader(training_data, collate_fn, config, ranks, make_loader)
-    if plan is not None:
-        plan.note_left_out(model)
-    groups = plan.core_groups(config) if plan is not None else []
-    optimizer_type = plan.override if plan is not None else ""
+    groups, optimizer_type = _groups_of(plan, model, config)
     core = None
     try:
         custom = plan.custom if plan is not None else None

@@ -25,6 +25,7 @@ from deeptide.as_deepspeed.checkpoint import consolidate
 from deeptide.as_deepspeed.checkpoint.parameters import OffloadStandIn, is_zero_param, mark_model
 from deeptide.as_deepspeed.config.batch_size import BatchSizeMethods
 from deeptide.as_deepspeed.helpers import groups
+from deeptide.as_deepspeed.helpers.loader import OrderedLoader
 from deeptide.as_deepspeed.names import surface
 from deeptide.as_deepspeed.names.table import ENGINE
 from deeptide.as_deepspeed.pipe.topology import (
@@ -32,7 +33,6 @@ from deeptide.as_deepspeed.pipe.topology import (
     PipelineParallelGrid,
     PipeModelDataParallelTopology,
 )
-from deeptide.as_deepspeed.helpers.loader import OrderedLoader
 from deeptide.engine import Engine
 
 

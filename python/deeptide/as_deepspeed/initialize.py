@@ -24,9 +24,9 @@ from deeptide.as_deepspeed import NotSupportedError
 from deeptide.as_deepspeed.checkpoint.parameters import OffloadStandIn, mark_model
 from deeptide.as_deepspeed.config.configuration import counted_once, read_config
 from deeptide.as_deepspeed.engine import DeepSpeedEngine
+from deeptide.as_deepspeed.helpers.loader import OrderedLoader
 from deeptide.as_deepspeed.helpers.logging import set_log_level_from_string
 from deeptide.as_deepspeed.training.engine_optimizer import EngineOptimizer
-from deeptide.as_deepspeed.helpers.loader import OrderedLoader
 from deeptide.as_deepspeed.training.loss_scalers import EngineLossScale
 
 # The engines without an optimizer, by their model: one that trains may take their place.
