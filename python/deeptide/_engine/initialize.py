@@ -252,7 +252,7 @@ def initialize(
         )
 
 
-def _groups_of(plan: OptimizerPlan | None, model: torch.nn.Module, config: Config) -> tuple[list[Any], str]:
+def _groups_of(plan: OptimizerPlan | None, model: torch.nn.Module, config: Config) -> tuple[list[Any], str | None]:
     """(the core's groups of parameters, the optimizer that takes the configuration's place)."""
     if plan is None:
         return [], ""
