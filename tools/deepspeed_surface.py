@@ -54,7 +54,7 @@ def packages(root: Path) -> dict[str, list[str]]:
 
 
 def of_module(module) -> list[str]:
-    """What a module defines itself: functions, classes, constants in capitals."""
+    """Names that a module defines itself: functions, classes, constants in capitals."""
     tree = ast.parse(inspect.getsource(module))
     assigned = {
         target.id

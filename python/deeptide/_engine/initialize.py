@@ -45,8 +45,7 @@ def _loader(
     collate_fn: Callable[[list[Any]], Any] | None,
     config: Config,
     world: World,
-    shuffle: bool,
-    kind: type[DataLoader],
+    make: Callable[..., DataLoader],
 ) -> DataLoader | CurriculumLoader | None:
     if training_data is None:
         if collate_fn is not None:
@@ -56,11 +55,10 @@ def _loader(
         from deeptide.efficiency.loader import CurriculumLoader
 
         return CurriculumLoader(training_data, config, config.batch_sizes(world.size), collate_fn, world)
-    return kind(
+    return make(
         training_data,
         batch_size=config.batch_sizes(world.size).micro,
         collate_fn=collate_fn,
-        shuffle=shuffle,
         drop_last=config.dataloader_drop_last,
         seed=config.runtime.seed,
         world=world,
@@ -256,6 +254,14 @@ def initialize(
         )
 
 
+def _groups_of(plan: OptimizerPlan | None, model: torch.nn.Module, config: Config) -> tuple[list[Any], str | None]:
+    """(the core's groups of parameters, the optimizer that takes the configuration's place)."""
+    if plan is None:
+        return [], ""
+    plan.note_left_out(model)
+    return plan.core_groups(config), plan.override
+
+
 def make_engine(
     kind: type[Engine],
     model: torch.nn.Module,
@@ -268,11 +274,10 @@ def make_engine(
     dist_init_required: bool | None = None,
     distributed_port: int = _C.DEFAULT_PORT,
     mpu: object = None,
-    shuffle: bool = True,
-    loader_kind: type[DataLoader] = DataLoader,
+    make_loader: Callable[..., DataLoader] = DataLoader,
     optimizer_kind: type[DeeptideOptimizer] = DeeptideOptimizer,
 ) -> tuple[Engine, DeeptideOptimizer | None, DataLoader | CurriculumLoader | None, Any]:
-    """`initialize` of another class of engine, for other interfaces. `plan`: is optimized; `shuffle`: the loader's."""
+    """`initialize` of another class of engine, for other interfaces. `plan`: is optimized."""
     if lr_scheduler is not None and config.scheduler.type:
         config = config.without_scheduler()
     timeout_s = config.runtime.comm_timeout_s
@@ -283,18 +288,16 @@ def make_engine(
     if tuning_run is not None and plan is not None:
         kind = tuning_run.begin(kind, model, config, plan, world, stages * (team.size if team else 1))
     ranks = _data_world(world, stages, team.size if team else 1)
-    loader = _loader(training_data, collate_fn, config, ranks, shuffle, loader_kind)
-    if plan is not None:
-        plan.note_left_out(model)
-    groups = plan.core_groups(config) if plan is not None else []
-    optimizer_type = plan.override if plan is not None else ""
+    loader = _loader(training_data, collate_fn, config, ranks, make_loader)
+    groups, optimizer_type = _groups_of(plan, model, config)
     core = None
     try:
         custom = plan.custom if plan is not None else None
-        axes = _options_of(model, team)
         if team is not None and custom is not None:
             custom.cuts = _cuts_of(model, team)
-        options = _C.InitOptions(world, groups, optimizer_type, *looks_at(model), custom, stages, **axes)
+        options = _C.InitOptions(
+            world, groups, optimizer_type, *looks_at(model), custom, stages, **_options_of(model, team)
+        )
         core = _C.Engine(describe(model), config, options)
         if any(map(_C.has_deferred_key, model.parameters())):
             tensor_methods.install()

@@ -41,7 +41,7 @@ VALUES: dict[str, Any] = {
 
 
 class EngineAttributes:
-    """Of DeepSpeedEngine."""
+    """Attributes, for DeepSpeedEngine."""
 
     client_optimizer: Any = None  # what initialize was given
     client_lr_scheduler: Any = None

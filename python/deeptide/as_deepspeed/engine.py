@@ -26,6 +26,7 @@ from deeptide.as_deepspeed.checkpoint import consolidate
 from deeptide.as_deepspeed.checkpoint.parameters import OffloadStandIn, is_zero_param, mark_model
 from deeptide.as_deepspeed.config.batch_size import BatchSizeMethods
 from deeptide.as_deepspeed.helpers import groups
+from deeptide.as_deepspeed.helpers.loader import OrderedLoader
 from deeptide.as_deepspeed.names import surface
 from deeptide.as_deepspeed.names.table import ENGINE
 from deeptide.as_deepspeed.pipe.topology import (
@@ -33,7 +34,6 @@ from deeptide.as_deepspeed.pipe.topology import (
     PipelineParallelGrid,
     PipeModelDataParallelTopology,
 )
-from deeptide.as_deepspeed.training.loader import OrderedLoader
 from deeptide.engine import Engine
 
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 import sys
 import weakref
@@ -25,9 +26,9 @@ from deeptide.as_deepspeed import NotSupportedError
 from deeptide.as_deepspeed.checkpoint.parameters import OffloadStandIn, mark_model
 from deeptide.as_deepspeed.config.configuration import counted_once, read_config
 from deeptide.as_deepspeed.engine import DeepSpeedEngine
+from deeptide.as_deepspeed.helpers.loader import OrderedLoader
 from deeptide.as_deepspeed.helpers.logging import set_log_level_from_string
 from deeptide.as_deepspeed.training.engine_optimizer import EngineOptimizer
-from deeptide.as_deepspeed.training.loader import OrderedLoader
 from deeptide.as_deepspeed.training.loss_scalers import EngineLossScale
 from deeptide.config import without_own_frames
 
@@ -153,8 +154,8 @@ def initialize(
             parsed = parsed.without_scheduler()
         engine, optimizer, loader, scheduler = make_engine(
             _kind_for(model), model, parsed, plan, lr_scheduler, training_data, collate_fn, mpu=mpu,
-            shuffle=not is_pipeline(model),  # DeepSpeed's pipelines take samples in the data's order
-            loader_kind=OrderedLoader, optimizer_kind=EngineOptimizer,
+            make_loader=functools.partial(OrderedLoader, shuffle=not is_pipeline(model)),  # pipelines take data's order
+            optimizer_kind=EngineOptimizer,
         )  # fmt: skip
     assert isinstance(engine, DeepSpeedEngine)
     engine.given_config = given

@@ -19,7 +19,7 @@ from deeptide.as_deepspeed.names import surface
 
 MODULES = [key for key in surface._lines() if ":" not in key and not key.endswith("/")]
 ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
-# What programs were seen to read of an engine, or of its optimizer.
+# Attributes that programs were seen to read.
 SEEN = "tput_timer client_optimizer data_parallel_group dist_backend param_names pipeline_parallelism save_fp16_model"
 
 

@@ -37,6 +37,10 @@ _BUILDER_WORDS = (
     "UtilsBuilder get_default_compute_capabilities "
 )
 
+_HOST_FUNCTIONS = (
+    "_parse_hostfile apply_num_nodes_and_gpus encode_world_info fetch_hostfile parse_inclusion_exclusion "
+    "parse_node_config parse_node_config_list parse_resource_filter"
+)
 _CONFIG_FUNCTIONS = (
     "get_communication_data_type get_dataloader_drop_last get_dump_state get_gradient_accumulation_steps "
     "get_gradient_clipping get_gradient_predivide_factor get_log_level get_memory_breakdown get_optimizer_name "
@@ -113,6 +117,10 @@ HELPERS: dict[str, dict[str, Name]] = {
         "to_python_float",
     ),
     "deepspeed.runtime.fp16.unfused_optimizer": _all("training.optimizers", "FP16_UnfusedOptimizer"),
+    "deepspeed.launcher.runner": {
+        **_all("helpers.hostfile", *_HOST_FUNCTIONS.split()),
+        **_all("constants.launcher", "DLTS_HOSTFILE", "EXCLUDE_ENVS", "EXPORT_ENVS", "PDSH_MAX_FAN_OUT"),
+    },
     "deepspeed.launcher.constants": _all(
         "constants.launcher",
         *(

@@ -242,7 +242,7 @@ _TOP = {
         "config.configuration:DeepSpeedConfig", "the keys that this page and docs/config.md name"
     ),
     "DeepSpeedConfigError": works("deeptide._C:ConfigError"),
-    "DeepSpeedDataLoader": ours("training.loader:DeepSpeedDataLoader"),
+    "DeepSpeedDataLoader": ours("helpers.loader:DeepSpeedDataLoader"),
     "OnDevice": differs("checkpoint.parameters:OnDevice", "torch.device and torch.set_default_dtype"),
     "get_accelerator": works("deeptide.accelerator:get_accelerator"),
     "log_dist": ours("helpers.logging:log_dist"),
@@ -326,23 +326,6 @@ MODULES: dict[str, dict[str, Name]] = {
     "deepspeed.inference.engine": {"InferenceEngine": absent(_INFERENCE)},
     "deepspeed.launcher.runner": {
         "DEEPSPEED_ENVIRONMENT_NAME": ours("commands:ENVIRONMENT_FILE"),
-        **{
-            name: ours(f"helpers.hostfile:{name}")
-            for name in (
-                "_parse_hostfile",
-                "apply_num_nodes_and_gpus",
-                "encode_world_info",
-                "fetch_hostfile",
-                "parse_inclusion_exclusion",
-                "parse_node_config",
-                "parse_node_config_list",
-                "parse_resource_filter",
-            )
-        },
-        **{
-            name: ours(f"constants.launcher:{name}")
-            for name in ("DLTS_HOSTFILE", "EXCLUDE_ENVS", "EXPORT_ENVS", "PDSH_MAX_FAN_OUT")
-        },
         "main": differs("commands:main", "starts `deeptide --as-deepspeed`, whose options are DeepSpeed's"),
     },
     "deepspeed.module_inject": {"replace_transformer_layer": _TOP["replace_transformer_layer"]},

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What deepspeed.initialize returns as the optimizer: public attributes of DeepSpeed's ZeRO optimizers besides torch's.
+"""The optimizer that deepspeed.initialize returns: public attributes of DeepSpeed's ZeRO optimizers besides torch's.
 
 Their flat buffers and buckets are refused by name: the engine keeps shards elsewhere, and reduces by itself.
 """
