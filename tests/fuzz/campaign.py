@@ -140,7 +140,8 @@ class Campaign:
         self.drawn += 1
         on_accelerator = self.options.on_accelerator
         shrink = 60 if self.options.shrink is None else self.options.shrink
-        if self.options.models or (not self.options.pipelines and self.drawn % DRAWN[0] == DRAWN[1]):
+        is_turn = not (self.options.pipelines or on_accelerator) and self.drawn % DRAWN[0] == DRAWN[1]
+        if self.options.models or is_turn:
             only_right = not self.options.models
             return pool.submit(try_drawn, seed, only_right, shrink, self.end, self.options.refusals)
         if self.options.pipelines or self.drawn % PIPELINES == 0:

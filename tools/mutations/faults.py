@@ -89,7 +89,7 @@ FAULTS = [
         file="src/zero/steps/rule_step.cc",
         old="tools_.rule().step(segment, pass.hyper(run), pass.terms(run));",
         new="tools_.rule().step(segment, pass.groups.at(0), pass.terms(run));",
-        tests=("tests/python/optim/test_optimizers.py::test_one_rank_follows_torchs_optimizer_of_this_name",),
+        tests=("tests/python/optim/test_optimizers.py::test_each_group_steps_by_its_own_values",),
     ),
     Fault(
         name="a boundary off by one",
@@ -102,7 +102,7 @@ FAULTS = [
         name="a scale not agreed",
         file="src/engine/step/across_stages.cc",
         old="    total += each;",
-        new="    total = each > 0.0 || each <= 0.0 ? squares : squares;",
+        new="    (void)each, total = squares;",
         tests=(
             "tests/python/pipeline/test_pipeline.py::test_all_stages_skip_a_step_and_name_what_one_found",
             "tests/python/pipeline/test_pipeline.py::test_clipping_takes_the_norm_of_all_stages",

@@ -73,7 +73,7 @@ class Tree:
         self.package, self.commands = own / "python", own / "bin"
 
     def passes(self, test, case_limit):
-        """Whether the test passes. case_limit: how many failures end it."""
+        """Whether the test passes; None if it did not end in time. case_limit: how many failures end it."""
         environment = {
             **os.environ,
             "PYTHONPATH": str(self.package),
@@ -90,7 +90,7 @@ class Tree:
                 timeout=TEST_SECONDS,
             )
         except subprocess.TimeoutExpired:
-            return False
+            return None
         told = result.stdout.decode(errors="replace")
         if result.returncode not in (0, 1) and "\nFAILED " not in told:  # no such test, or the collection failed
             raise SystemExit(f"{test}: pytest ended with {result.returncode}\n{told[-2000:]}")
@@ -98,7 +98,7 @@ class Tree:
 
 
 def try_fault(tree, fault):
-    """{test: whether it noticed}."""
+    """{test: whether it passes, None where it did not end}."""
     path = tree.copy / fault.file
     whole = path.read_text()
     if whole.count(fault.old) != 1:
@@ -107,7 +107,7 @@ def try_fault(tree, fault):
     try:
         if is_compiled(fault):
             tree.compile()
-        return {test: not tree.passes(test, case_limit=1) for test in fault.tests}
+        return {test: tree.passes(test, case_limit=1) for test in fault.tests}
     finally:
         path.write_text(whole)
 
@@ -126,15 +126,15 @@ def main():
     with tempfile.TemporaryDirectory(prefix="deeptide-mutations-") as folder:
         tree = Tree(Path(folder), options.build)
         for test in dict.fromkeys(test for fault in chosen for test in fault.tests if options.baseline):
-            if not tree.passes(test, case_limit=1):
+            if tree.passes(test, case_limit=1) is not True:
                 survived.append(f"{test} fails without any fault")
                 print(survived[-1], flush=True)
         for fault in chosen:
             started = time.monotonic()
-            for test, noticed in try_fault(tree, fault).items():
-                seconds = time.monotonic() - started
-                print(f"{'noticed ' if noticed else 'SURVIVED'}  {fault.name:40} {seconds:4.0f} s  {test}", flush=True)
-                survived += [] if noticed else [fault.name]
+            for test, passed in try_fault(tree, fault).items():
+                word = {False: "noticed ", True: "SURVIVED", None: "NO END  "}[passed]
+                print(f"{word}  {fault.name:40} {time.monotonic() - started:4.0f} s  {test}", flush=True)
+                survived += [] if passed is False else [fault.name]
     print(
         f"{len(chosen)} faults, {len(survived)} of them unnoticed" if survived else f"{len(chosen)} faults, all noticed"
     )

@@ -103,6 +103,29 @@ def test_one_rank_follows_torchs_optimizer_of_this_name(type):
         torch.testing.assert_close(engine._core.full_state(name, "master"), parameter.detach(), rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("type", ["AdamW", "SGD", "Adagrad", "RMSprop"])
+def test_each_group_steps_by_its_own_values(type):
+    def groups_of(model):
+        first = [p for name, p in model.named_parameters() if name.endswith("weight")]
+        others = [p for name, p in model.named_parameters() if not name.endswith("weight")]
+        rate = OPTIMIZERS[type]["lr"]
+        return [{"params": first, "lr": rate / 7}, {"params": others, "lr": rate, "weight_decay": 0.0}]
+
+    model, ours = models.make_model(), models.make_model()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    theirs = getattr(torch.optim, type)(groups_of(model), **OPTIMIZERS[type])
+    for tokens, targets in models.batches(STEPS, 4):
+        model(tokens, targets).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        theirs.step()
+        theirs.zero_grad()
+    engine = start(None, 0, type, model=ours, model_parameters=groups_of(ours))
+    train(engine)
+    for name, parameter in model.named_parameters():
+        update, wanted = engine._core.full_state(name, "master") - before[name], parameter.detach() - before[name]
+        assert (update - wanted).abs().max() <= 0.01 * wanted.abs().max(), name
+
+
 @pytest.mark.parametrize("type", OPTIMIZERS)
 def test_a_resumed_run_is_the_run_and_other_worlds_read_the_same(type, tmp_path):
     def save(world):
