@@ -268,8 +268,15 @@ class PipelineModule(torch.nn.Module):
         modules = (layer for layer in layers if isinstance(layer, torch.nn.Module))
         return any(parameter.requires_grad for module in modules for parameter in module.parameters())
 
-    def check_output(self, output: Any) -> None:
+    def check_output(self, output: Any, in_step: bool = False) -> None:
         """Any output may go to the program."""
+
+    def is_void(self) -> bool:
+        """Layers need what the one before returns, always."""
+        return False
+
+    def open_again(self, kinds: Iterable[Any]) -> None:
+        """Nothing is learnt of forwards."""
 
     def compute(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """This stage's layers."""

@@ -50,9 +50,10 @@ class Kinds:
         """The kind of a forward with such arguments, equal on all stages. inputs: (args, kwargs)."""
         program = getattr(loss_fn, "__code__", type(loss_fn))
         modes = gives_outputs, program, self._model.training, torch.is_grad_enabled()
-        kind = (*modes, *kind_of(*inputs))
+        args, kwargs = inputs
+        kind = (*modes, *kind_of(args, kwargs))
         if kind not in self._seen and len(self._seen) >= _MOST_KINDS:
-            kind = (*modes, *kind_of(*inputs, with_texts=False))
+            kind = (*modes, *kind_of(args, kwargs, with_texts=False))
         if kind not in self._seen:
             self._seen.add(kind)
             if len(self._seen) == _MOST_KINDS:
