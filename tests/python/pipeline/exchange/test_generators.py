@@ -119,7 +119,7 @@ class Noisy(UnetBlock):
 
 
 def noisy_unet():
-    model = Unet(half=1)
+    model = Unet(half=2)
     model.blocks[0] = Noisy(12)
     return drawn(model, 6)
 

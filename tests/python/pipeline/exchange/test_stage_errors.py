@@ -32,31 +32,22 @@ def loss_of(outputs, labels):
     return (outputs - labels).square().mean()
 
 
-def start(kind):
+def start():
     """(engine, a function that runs one step)."""
-    layers = [Breaks(0), Breaks(1)]
     settings = models.config(0, gas=GAS, micro=2, deeptide={"error_grace": 0.5, "comm_timeout": TIMEOUT})
-    if kind == "layers":
-        model = PipelineModule(layers, num_stages=2, loss_fn=loss_of)
-    else:
-        model, settings = torch.nn.Sequential(*layers), {**settings, "parallel": {"pipeline": 2}}
+    model = PipelineModule([Breaks(0), Breaks(1)], num_stages=2, loss_fn=loss_of)
     engine = deeptide.initialize(model=model, config=settings)[0]
 
     def step():
         x = torch.ones(2, WIDTH)
-        if kind == "layers":
-            engine.train_batch(iter([(x, x)] * GAS))
-        else:
-            for _ in range(GAS):
-                engine.backward(engine(x).square().mean())
-                engine.step()
+        engine.train_batch(iter([(x, x)] * GAS))
 
     return engine, step
 
 
-def catches(kind, who, folder):
+def catches(who, folder):
     """The stage `who` catches its error and goes on; prints what the other one hears, and how soon."""
-    engine, step = start(kind)
+    engine, step = start()
     step()
     Breaks.broken = who
     begin = time.monotonic()
@@ -72,17 +63,17 @@ def catches(kind, who, folder):
     print(time.monotonic() - begin, error.value)
 
 
-@pytest.mark.parametrize(("kind", "who", "saves"), [("layers", 0, False), ("layers", 1, True), ("loop", 1, False)])
-def test_the_others_hear_of_an_error_that_a_stage_catches(kind, who, saves, tmp_path):
-    done = run_processes(2, catches, kind, who, str(tmp_path) if saves else "")
+@pytest.mark.parametrize(("who", "saves"), [(0, False), (1, True)])
+def test_the_others_hear_of_an_error_that_a_stage_catches(who, saves, tmp_path):
+    done = run_processes(2, catches, who, str(tmp_path) if saves else "")
     seconds, _, text = done[1 - who].stdout.partition(" ")
-    assert f"raised ValueError in {'train_batch' if kind == 'layers' else 'forward'}: layer {who} is broken" in text
+    assert f"raised ValueError in train_batch: layer {who} is broken" in text
     assert float(seconds) < TIMEOUT / 4
 
 
 def ends(who):
     """The stage `who` ends by its error while the other one is busy."""
-    engine, step = start("layers")
+    engine, step = start()
     step()
     Breaks.broken = who
     if engine.stage_id != who:
