@@ -26,7 +26,8 @@ def count_as_one_rank():
     assert PartialState().num_processes == 1
     config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
     config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3}}
-    with pytest.raises(deepspeed.runtime.config.DeepSpeedConfigError, match=r"Accelerate counts 1 of 2 ranks.*cpu=True"):
+    error = deepspeed.runtime.config.DeepSpeedConfigError
+    with pytest.raises(error, match=r"Accelerate counts 1 of 2 ranks.*cpu=True"):
         deepspeed.initialize(model=torch.nn.Linear(4, 1), config={**config, "train_batch_size": 4})
     with pytest.warns(UserWarning, match="Accelerate counts 1 of 2 ranks"):
         engine = deepspeed.initialize(model=torch.nn.Linear(4, 1), config=config)[0]
