@@ -70,7 +70,7 @@ class Perturbed:
 
 def _free_exponent(values: torch.Tensor) -> int | None:
     """The one above the largest value's. An ordinary one for zeros alone; None for values without a number."""
-    largest = 2 ** (values.element_size() * 8 - 1 - _FORMATS[values.dtype][1]) - 1  # of infinities
+    largest: int = 2 ** (values.element_size() * 8 - 1 - _FORMATS[values.dtype][1]) - 1  # of infinities
     top = 0
     for part in _rows(values):
         bits = part.view(_FORMATS[values.dtype][0]) & torch.iinfo(_FORMATS[values.dtype][0]).max

@@ -203,7 +203,7 @@ def _with_ties(model: nn.Module, plan: Plan) -> Plan:
 
 
 def _text_config(model: Any) -> Any:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
@@ -283,7 +283,7 @@ def _check_norms_of_heads(model: nn.Module, plan: Plan) -> None:
         for path, module in modules[owner].named_modules(prefix=owner):
             for name, parameter in module._parameters.items():
                 is_norm = parameter is not None and parameter.dim() == 1 and not is_linear(module)
-                if is_norm and path not in plan and parameter.numel() == features:  # type: ignore[union-attr]
+                if is_norm and path not in plan and parameter.numel() == features:
                     raise ConfigError(
                         f"'{path}.{name}' is a norm over a head's features, so each rank would have a part of its "
                         "gradient, and the start's check, which would find that the parts add up, does not run: build "
