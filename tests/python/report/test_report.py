@@ -140,7 +140,7 @@ def test_observing_changes_no_number(tmp_path):
 
 def long_record(folder, name, steps, scale=1.0):
     """A record as a long run leaves it, of few distinct values."""
-    times = {key: 0.01 for key in ("computing", "optimizer", "waiting", "files", "data")}
+    times = dict.fromkeys(("computing", "optimizer", "waiting", "files", "data"), 0.01)
     (folder / name).mkdir(parents=True)
     with (folder / name / "run.jsonl").open("w") as file:
         file.write(json.dumps({"kind": "start", "origin": "<dict>", "world": 1, "config": "{}"}) + "\n")
