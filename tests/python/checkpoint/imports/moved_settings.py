@@ -72,5 +72,5 @@ SETTINGS = {
     **own_cases("sgd", "SGD", 0, 1, 3, lr=1e-2, momentum=0.9),
     **own_cases("plain-sgd", "SGD", 0, 1, 3, lr=1e-2),
     **own_cases("amsgrad", "AdamW", 0, 1, lr=1e-2, amsgrad=True),
-    **own_cases("nadam", "NAdam", 0, 1, lr=1e-2),
+    **own_cases("nadam", "NAdam", 0, lr=1e-2),
 }
