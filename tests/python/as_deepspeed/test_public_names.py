@@ -35,6 +35,7 @@ def test_every_public_path_imports():
         importlib.import_module("deepspeed.runtime.there_is_none")
     with pytest.raises(ImportError):
         importlib.import_module("deepspeed.runtime.utils.there_is_none")
+    assert callable(importlib.import_module("deepspeed.utils").z3_leaf_module)  # a module's name as well
     folder = importlib.import_module("deepspeed.accelerator").__path__
     found = {each.name for each in pkgutil.iter_modules(folder)}
     assert {"cpu_accelerator", "cuda_accelerator"} <= found

@@ -101,6 +101,14 @@ def fill(module: str, names: dict[str, Any]) -> None:
     names["__dir__"] = lambda: sorted({*names, *MODULES.get(module, {})})
 
 
+class _Module(ModuleType):
+    """A module of the table. A function keeps its name where importlib binds a submodule that is called the same."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (isinstance(value, ModuleType) and name in MODULES.get(self.__name__, {})):
+            super().__setattr__(name, value)
+
+
 class _Finder:
     """Finds and loads the modules of the table, after all other finders."""
 
@@ -122,6 +130,7 @@ class _Finder:
     def exec_module(self, module: ModuleType) -> None:
         if module.__name__ in MODULES or module.__name__ not in ALIASES:
             fill(module.__name__, module.__dict__)
+            module.__class__ = _Module
 
 
 def install(names: dict[str, Any]) -> None:
