@@ -126,7 +126,8 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
     try {
       return run();
     } catch (const std::exception& error) {
-      const bool meets_save = dynamic_cast<const SaveMeetsStepError*>(&error) != nullptr;  // after which ranks may go on
+      const bool meets_save =
+          dynamic_cast<const SaveMeetsStepError*>(&error) != nullptr;  // after which ranks may go on
       if (!meets_save && dynamic_cast<const CommError*>(&error)) *lost = true;
       board->report_error(std::string("failed in ") + method, error.what());
       throw;

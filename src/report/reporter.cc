@@ -52,7 +52,7 @@ json times_json(const StepTimes& t) {
           {"files", t.files},       {"optimizer", t.optimizer}, {"computing", t.computing()}};
 }
 
-/// Of a schedule that says it; otherwise 0.
+/// Steps of a schedule that states them; otherwise 0.
 int64_t total_steps(const SchedulerConfig& scheduler) {
   return std::visit(
       [](const auto& each) -> int64_t {

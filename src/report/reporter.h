@@ -140,7 +140,7 @@ class Reporter {
   Counted counted_;         // by the last step whose operators were counted
 };
 
-/// What the line of a step tells besides.
+/// Facts for the line of a step that its outcome lacks.
 struct LineFacts {
   double loss = 0.0;        // NaN: unknown
   int64_t total_steps = 0;  // of the schedule; 0: unknown

@@ -77,7 +77,7 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
-# Of published models, by the most parameters that they have.
+# Layers of published models, by the most parameters that they have.
 _DEPTHS = {
     350e6: 12,
     1.5e9: 24,

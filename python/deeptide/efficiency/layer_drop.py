@@ -23,7 +23,7 @@ def _plain(kind: Any) -> Any:
 
 
 def plain_copy(layer: torch.nn.Module, reduced: Any, left_out: str) -> Any:
-    """What pickles the layer as its own class, without the attribute `left_out`. reduced: of the class above."""
+    """Pickles the layer as its own class, without the attribute `left_out`. reduced: of the class above."""
     made, args, state, *rest = reduced
     if args and args[0] is type(layer):
         made, args = _plain, (next(kind for kind in type(layer).__mro__ if not issubclass(kind, Added)),)
@@ -71,7 +71,7 @@ class _Chain:
 
 
 class Added(torch.nn.Module):
-    """What is mixed into the class of a layer, which stays the same object."""
+    """Mixed into the class of a layer, which stays the same object."""
 
 
 class DroppedLayer(Added):

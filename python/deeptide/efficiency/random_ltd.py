@@ -133,7 +133,7 @@ class RandomLayerTokenDrop(Added):
         return other
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """What is pickled belongs to no engine: it is of the plain class."""
+        """Pickles the plain class, which belongs to no engine."""
         return plain_copy(self, super().__reduce_ex__(protocol), "_ltd")
 
     def init_config(self, config: dict[str, Any], schedule: _C.RandomLtdSchedule, random_ltd_layer_id: int) -> None:

@@ -65,7 +65,7 @@ def partitioned(
 
 
 def _sums_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Of its values and of their absolute ones: (2,), fp64."""
+    """Sums of its values and of their absolute ones: (2,), fp64."""
     values = tensor.detach()
     return torch.stack([values.sum(dtype=torch.float64), values.abs().sum(dtype=torch.float64)])
 

@@ -115,7 +115,7 @@ void place(const RankFile& rank, const std::vector<Flat>& flats, const Part& par
   if (placed < count) malformed(rank.file.path(), "its flat tensors end within '" + part.name + "'");
 }
 
-/// What lower ranks of a part have, and what an earlier stage of the pipeline has that this one is tied to.
+/// Elements of lower ranks of a part, and those of an earlier stage of the pipeline that this one is tied to.
 struct Before {
   std::vector<int64_t> flats;              // elements of each group's flat tensor
   std::map<std::string, int64_t> reached;  // of each parameter
@@ -139,7 +139,7 @@ void read_flat_range(const RankFile& rank, const std::vector<std::pair<std::stri
   }
 }
 
-/// Of a checkpoint without the parameters' order: which elements a rank has of each, as its file says.
+/// Elements that a rank has of each parameter, as its file says; for a checkpoint without the parameters' order.
 void read_listed_ranges(const RankFile& rank, const std::map<std::string, Shape>& shapes, const PickleValue& slices,
                         const Flat& flat, Before& before, ForeignTable& table) {
   const TorchFile& file = rank.file;

@@ -9,7 +9,7 @@
 #include "checkpoint/format/checkpoint_paths.h"
 #include "checkpoint/format/file_io.h"
 #include "checkpoint/imports/open_checkpoint.h"
-#include "checkpoint/imports/weight_places.h"
+#include "checkpoint/imports/weights/weight_places.h"
 #include "checkpoint/load/other_folders.h"
 #include "checkpoint/save/writer.h"
 #include "deeptide/weights.h"

@@ -12,7 +12,7 @@
 #include "checkpoint/imports/deepspeed_state.h"
 #include "checkpoint/imports/deepspeed_tensors.h"
 #include "checkpoint/imports/master_check.h"
-#include "checkpoint/imports/weight_places.h"
+#include "checkpoint/imports/weights/weight_places.h"
 #include "checkpoint/load/other_folders.h"
 
 namespace deeptide::checkpoint {

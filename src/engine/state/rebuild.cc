@@ -100,8 +100,8 @@ void check_rows(const engine::BoundModel& bound) {
   }
 }
 
-/// Returns what a parameter that has other rows now keeps of a state: its first elements, as many as there are before and
-/// now. `values`: its own values now, which the program may have rewritten; undefined for moments.
+/// Returns what a parameter that has other rows now keeps of a state: its first elements, as many as there are before
+/// and now. `values`: its own values now, which the program may have rewritten; undefined for moments.
 Tensor kept_rows(const Tensor& state, const Tensor& values, at::ScalarType dtype) {
   if (!values.defined()) return state;
   const Tensor now = values.to(state.device(), state.scalar_type());

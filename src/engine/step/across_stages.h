@@ -17,7 +17,7 @@ namespace deeptide::engine {
 /// configures an optimizer. `num_trained`: elements of this stage's.
 void check_stages_train(Stages& stages, int64_t num_trained, const std::string& trained_by);
 
-/// What all ranks of a stage have alike at a step's end.
+/// Figures that all ranks of a stage have alike at a step's end.
 struct StageTotals {
   double squares = 0.0;   // of its gradients
   double loss = kNoLoss;  // the mean; of stages that compute one

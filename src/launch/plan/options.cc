@@ -36,7 +36,7 @@ Commands beside it (each answers --help):
   checkpoint  lists, shows, checks, compares, imports and exports checkpoints
   tune, lr-range, elastic, bench, ssh)";
 
-// What --help-all adds.
+// Text that --help-all adds.
 constexpr const char* kDetails = R"(
 
 Python scripts (*.py, or --module) run with $VIRTUAL_ENV's or PATH's python3;

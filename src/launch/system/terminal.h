@@ -9,7 +9,7 @@
 
 namespace deeptide::launch {
 
-/// Of standard output; zeros if it is no terminal.
+/// Size of standard output's terminal; zeros if it is none.
 struct TerminalSize {
   size_t rows = 0, columns = 0;
 };

@@ -127,7 +127,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """What `program.py` describes. `step` is set by the program: some traits come and go."""
+    """A model as `program.py` describes it. `step` is set by the program: some traits come and go."""
 
     def __init__(self, spec):
         super().__init__()
@@ -203,7 +203,7 @@ def make(spec, seed):
 
 
 def set_values(model, spec, seed, name_of=str):
-    """Of each parameter. name_of: the plain model's name of one."""
+    """Values of each parameter. name_of: the plain model's name of one."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             name = name_of(name)

@@ -31,7 +31,7 @@ import random
 
 # Right today in each mesh, so that a refusal is a finding too, and CI draws these.
 RIGHT = ("form", "tie", "count", "counter", "skip")
-# Of blocks alone: what a model does around them is no layer.
+# Traits of blocks alone: what a model does around them is no layer.
 LAYERED = ("mask", "count", "number", "counter", "hands_buffer", "in_place", "activation", "head_norm", "grad_inside")
 FORMS = ("tensor", "tuple", "returned", "dict")
 INTERRUPTS = ("interrupt_forward", "interrupt_backward", "interrupt_accumulation")

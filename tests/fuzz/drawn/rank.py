@@ -21,7 +21,7 @@ CALL = "import sys, json, drawn.rank; drawn.rank.main(*json.loads(sys.argv[1]))"
 
 
 def _raised(error, at):
-    """What the error says, and the file in which it was raised."""
+    """The text of the error, and the file in which it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     text = "".join(traceback.format_exception(error))[-2500:]
     return ("raised", type(error).__module__, type(error).__name__, str(error), frames[-1].filename, at, text)

@@ -27,7 +27,7 @@ def seed_all(seed):
 
 
 class InterruptedStepError(Exception):
-    """What a program makes of an interrupt in the midst of a step."""
+    """A program's answer to an interrupt in the midst of a step."""
 
 
 class Side:

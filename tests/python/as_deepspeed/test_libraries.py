@@ -19,7 +19,7 @@ def test_a_library_learns_as_under_ddp_when_windows_are_short(script, tmp_path):
 
 
 def count_as_one_rank():
-    """As a program with Accelerate's defaults on a CPU, whose state counts one rank."""
+    """Starts as a program with Accelerate's defaults on a CPU, whose state counts one rank."""
     import deepspeed
     from accelerate.state import PartialState
 

@@ -1,11 +1,12 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a block is called with, as far as its output on shapes may depend on it; and such outputs, kept by that."""
+"""The arguments of a block, as far as its output on shapes may depend on it; and such outputs, kept by that."""
 
 from __future__ import annotations
 
 import enum
 import functools
+import inspect
 import sys
 import types
 from collections import OrderedDict
@@ -15,6 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from deeptide.pipeline.errors import NotCopied
 from deeptide.pipeline.passing.elsewhere import Elsewhere, version_of
 
 _MOST = 128  # calls of a block, by key
@@ -107,7 +109,7 @@ class Given:
         return is_elsewhere, tensor.dtype, tensor.device, tensor.shape, tensor.stride()
 
     def place(self, value: Any) -> int | None:
-        """Where it is among the parts that are more than plain values."""
+        """Its place among the parts that are more than plain values."""
         found = self._places.get(id(value))
         return found if found is not None and self.nodes[found] is value else None
 
@@ -224,3 +226,31 @@ class Outputs:
         if len(self._held) > _MOST:
             self._held.popitem(last=False)
             self.has_dropped = True
+
+
+class Block(NotCopied):
+    """One call of a module, which has others where it is called `again`."""
+
+    def __init__(self, number: int, module: torch.nn.Module) -> None:
+        self.number = number
+        names = list(inspect.signature(module.forward).parameters)
+        self._first = names[0] if names else ""
+        self._hooks = [hooks for m in module.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self.outputs = Outputs()  # of forwards that were passed over
+        self.again: list[Block] = []
+
+    def is_observed(self) -> bool:
+        """Whether somebody looks at what happens inside it."""
+        return any(self._hooks)
+
+    def take_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, Any]]:
+        """(what a block is handed, what it is called with besides)."""
+        if args:
+            return args[0], (args[1:], kwargs)
+        return kwargs.get(self._first), ((), {key: value for key, value in kwargs.items() if key != self._first})
+
+    def put_in(self, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+        """The arguments with another value handed, if any is."""
+        if not args and self._first not in kwargs:
+            return args, kwargs
+        return ((value, *args[1:]), kwargs) if args else (args, {**kwargs, self._first: value})

@@ -65,7 +65,7 @@ class Kinds:
         return kind
 
     def signature(self, part: int, kind: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-        """What a part of this stage may trust earlier forwards of. args: as the engine calls the model."""
+        """The kind of a forward, whose earlier ones a part of this stage may trust. args: as of the model."""
         return part, kind, self._state.number(), kind_of(args, kwargs, with_texts=False)
 
 

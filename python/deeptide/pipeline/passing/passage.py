@@ -23,11 +23,10 @@ from deeptide._process import generators
 from deeptide.pipeline.cutting.digest import are_alike, digest, sums_of
 from deeptide.pipeline.errors import PipelineError
 from deeptide.pipeline.passing import draws
-from deeptide.pipeline.passing.block import Block
 from deeptide.pipeline.passing.carried import CARRIED, completed, is_carried, placed, take_in, with_values
 from deeptide.pipeline.passing.derived import Derived
 from deeptide.pipeline.passing.elsewhere import Elsewhere, ElsewhereError, MadeElsewhere, elsewhere_in, with_received
-from deeptide.pipeline.passing.given import Given, Looks
+from deeptide.pipeline.passing.given import Block, Given, Looks
 from deeptide.pipeline.passing.hidden import Hidden
 from deeptide.pipeline.passing.kinds import Kinds
 from deeptide.pipeline.passing.letters import tensors_in
@@ -206,7 +205,7 @@ class Passage:
         return self._lacks and not self._skips.is_open()
 
     def note_output(self, output: Any) -> None:
-        """Of the last part, where the program gets it."""
+        """The last part's output, where the program gets it."""
         self._lacks |= not self._skips.note_output(output)
 
     def open_again(self, kind: Any) -> None:
@@ -436,7 +435,7 @@ def _ended_after(block: int) -> int:
 
 
 def _mark_of(number: int, besides: Any, carried: dict[str, torch.Tensor]) -> list[Any]:
-    """What both stages of a border must have alike where it is crossed: a block's arguments but for those that travel.
+    """Marks that both stages of a border must have alike where it is crossed: arguments of a block that do not travel.
 
     An object's tensors count, and its numbers do not, which may be of a rank.
     """

@@ -58,7 +58,7 @@ class Skips:
         return self._kind not in self._settled
 
     def open_again(self, kind: Any) -> None:
-        """What forwards of this kind have needed so far comes still, and what they lack is noted."""
+        """Values that forwards of this kind have needed so far still come, and lacks are noted."""
         self._settled.discard(kind)
 
     def lacking(self) -> dict[str, int]:

@@ -46,7 +46,8 @@ Key parallel_section() {
                      .at_least(1)
                      .derives("what pipeline and tensor leave"),
                  flag("tensor_check", true,
-                      "Compare outputs and all gradients of a small run of the model that is cut with the whole model's, at the start."),
+                      "Compare outputs and all gradients of a small run of the model that is cut with the whole "
+                      "model's, at the start."),
                  flag(
                      "sequence_parallel_norms", false,
                      "Between attention and MLP of a model that is cut, each rank that shares layers has a part of the "

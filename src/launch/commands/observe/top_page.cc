@@ -36,7 +36,7 @@ std::string value_text(const json& step, const char* name) {
 constexpr size_t kOtherLines = 7;    // of the page: above and below the ranks
 constexpr size_t kFewColumns = 110;  // narrower: a rank has a second line, for what it does
 
-/// Of the table. A time takes `time` characters.
+/// Widths of the table's columns, in characters.
 struct Widths {
   int rank, host, time, memory;
 };
@@ -74,7 +74,7 @@ std::string head_text(const json& job, size_t columns) {
   return text + "no step has ended since this command looks\n\n";
 }
 
-/// What the rank is in, and what it waits for.
+/// Names the phase and module that the rank is in, and the wait, if any.
 std::string activity_text(const json& rank) {
   std::string text = format("%.0f ", number(rank, "step")) + rank.at("phase").get<std::string>();
   if (const std::string module = rank.at("module"); !module.empty()) text += " " + module;

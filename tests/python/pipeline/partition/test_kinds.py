@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What forwards need may change at any time: the stages learn it anew, and train as plain torch does."""
+"""Needs of forwards may change at any time: the stages learn them anew, and train as plain torch does."""
 
 import pytest
 import torch
@@ -125,7 +125,7 @@ def test_a_kind_opens_again_when_its_forwards_need_more(change, parallel):
 
 
 def train_unlike(world):
-    """Of two data ranks the second one's loss needs more from the second step on, so it alone makes forwards again."""
+    """The second data rank's loss needs more from the second step on, so it alone makes forwards again."""
     model, loss_fn = make(), Loss()
     engine = deeptide.initialize(model=model, config={**settings(2), "zero_optimization": {"stage": 2}}, world=world)[0]
     before = {key: value.clone() for key, value in engine.snapshot().state_dict().items()}

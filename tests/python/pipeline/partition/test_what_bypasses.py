@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What blocks are called with besides the chain's value, and what they return of it, is each micro-batch's own."""
+"""Arguments of blocks besides the chain's value, and what they return of them, are each micro-batch's own."""
 
 import dataclasses
 import threading

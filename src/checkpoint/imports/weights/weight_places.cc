@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Reads headers, pickles and indices of weight files.
-#include "checkpoint/imports/weight_places.h"
+#include "checkpoint/imports/weights/weight_places.h"
 
 #include <cstring>
 #include <filesystem>

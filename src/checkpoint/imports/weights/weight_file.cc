@@ -8,7 +8,7 @@
 #include <map>
 
 #include "checkpoint/imports/archives/mapped_file.h"
-#include "checkpoint/imports/weight_places.h"
+#include "checkpoint/imports/weights/weight_places.h"
 #include "deeptide/weights.h"
 
 namespace deeptide {
