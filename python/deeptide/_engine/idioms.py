@@ -50,10 +50,10 @@ def follow(engine: Engine) -> None:
 @functools.cache
 def _install() -> None:
     """Once, and for good: other threads use these meanwhile. Parameters of no engine take torch's own way."""
-    torch.nn.Parameter.grad = property(_get, _set, _delete, "The gradient.")  # type: ignore[assignment, misc]
+    torch.nn.Parameter.grad = property(_get, _set, _delete, "The gradient.")  # type: ignore[assignment, misc, unused-ignore]
     for kind in (torch.nn.Module, torch.optim.Optimizer):
         kind.zero_grad = _dropping(kind.zero_grad)  # type: ignore[method-assign]
-    register_optimizer_step_pre_hook(_before_foreign_step)  # type: ignore[no-untyped-call]
+    register_optimizer_step_pre_hook(_before_foreign_step)  # type: ignore[no-untyped-call, unused-ignore]
 
 
 @told

@@ -60,7 +60,9 @@ class EngineAttributes:
         def train_batch_size(self) -> int: ...
         def fp16_enabled(self) -> bool: ...
         def bfloat16_enabled(self) -> bool: ...
-        def save_16bit_model(self, save_dir: Any, save_filename: str, exclude_frozen_parameters: bool) -> bool: ...
+        def save_16bit_model(
+            self, save_dir: Any, save_filename: str, exclude_frozen_parameters: bool = False
+        ) -> bool: ...
 
     def _make_timer(self) -> None:
         self.tput_timer = ThroughputTimer(None, self.train_batch_size())
@@ -115,7 +117,8 @@ class EngineAttributes:
     @staticmethod
     def flatten(tensors: list[torch.Tensor]) -> torch.Tensor:
         """One flat tensor of several."""
-        return torch._utils._flatten_dense_tensors(tensors)
+        flat: torch.Tensor = torch._utils._flatten_dense_tensors(tensors)
+        return flat
 
     @staticmethod
     def unflatten(flat: torch.Tensor, tensors: list[torch.Tensor]) -> Any:
@@ -125,7 +128,7 @@ class EngineAttributes:
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """(the type that parameters compute in, the type in which gradients accumulate)."""
         model = torch.float16 if self.fp16_enabled() else torch.bfloat16 if self.bfloat16_enabled() else torch.float32
-        named = (self.given_config.get("data_types") or {}).get("grad_accum_dtype")
+        named: Any = (self.given_config.get("data_types") or {}).get("grad_accum_dtype")
         return model, {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}.get(named, model)
 
     def dynamic_loss_scale_args(self) -> dict[str, Any]:

@@ -284,10 +284,10 @@ class PipelineEngine(Engine):
 
     @contextlib.contextmanager
     def _held(self) -> Iterator[None]:
-        """Around a call that all stages make: signals wait until its end, for letters would stay under way."""
+        """Around a call that all stages make: signals wait until its end, for messages would stay under way."""
         if self._has_left_step:
             raise PipelineError(
-                "this stage was interrupted in the middle of a step, whose letters are still under way: "
+                "this stage was interrupted in the middle of a step, whose messages are still under way: "
                 "save_checkpoint() works, but training goes on in a new run, which loads what was saved"
             )
         with held_signals():
@@ -308,10 +308,7 @@ class PipelineEngine(Engine):
 
     @contextlib.contextmanager
     def _together(self, name: str) -> Iterator[None]:
-        """Around what stages do together: where it ends in its middle, the others wait for what does not come.
-
-        So they hear of the error though this rank's program catches it and goes on.
-        """
+        """Around what stages do together: others hear of an error that ends it, though the program may catch it."""
         self._run.is_over = False
         try:
             yield

@@ -37,7 +37,7 @@ from reference.expected import (
     UndefinedError,
 )
 from reference.noise import Noise
-from reference.plain import DocumentedError, FailuresError, Life
+from reference.plain import DocumentedError, FailuresError, Life, cloned
 
 OPEN = Path(__file__).parents[1] / "open"
 
@@ -317,16 +317,16 @@ def load(life, act, saves):
 
 def state(life, act, saves):
     life.enter()
-    return [_cloned(rank.model.state_dict()) for rank in life.ranks]
+    return [cloned(rank.model.state_dict()) for rank in life.ranks]
 
 
 def export(life, act, saves):
     life.enter()
-    return [_cloned(rank.model.state_dict()) if rank.rank == 0 else {} for rank in life.ranks]
+    return [cloned(rank.model.state_dict()) if rank.rank == 0 else {} for rank in life.ranks]
 
 
 def snapshot(life, act, saves):
-    return [_cloned(rank.model.state_dict()) for rank in life.ranks]
+    return [cloned(rank.model.state_dict()) for rank in life.ranks]
 
 
 def look_all(life, act, saves):
@@ -486,10 +486,6 @@ def diverge(life, act, saves):
         if life.phase.get("beside") and saved["phase"] is life.phase:
             saved["in_doubt"] = True
     return DIFFERENT_CALLS
-
-
-def _cloned(state):
-    return {name: value.detach().clone() for name, value in state.items()}
 
 
 COLLECTIVE = {

@@ -63,4 +63,5 @@ class DeepSpeedMonitorConfig(DeepSpeedConfigModel):
 
 def get_monitor_config(param_dict: dict[str, Any]) -> DeepSpeedMonitorConfig:
     """Those of a whole configuration."""
-    return DeepSpeedMonitorConfig(**{name: param_dict.get(name) for name in _KINDS})
+    given: dict[str, Any] = {name: param_dict.get(name) for name in _KINDS}
+    return DeepSpeedMonitorConfig(**given)

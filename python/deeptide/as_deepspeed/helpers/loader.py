@@ -44,7 +44,8 @@ class OrderedLoader(DataLoader):
     def _make_sampler(
         self, batch_size: int, rank: int, world_size: int, shuffle: bool, drop_last: bool, seed: int
     ) -> Any:
-        order = DistributedSampler(range(self._num_samples), world_size, rank, shuffle)  # type: ignore[arg-type]
+        samples: Any = range(self._num_samples)
+        order: Any = DistributedSampler(samples, world_size, rank, shuffle)
         return _Batches(order, batch_size, drop_last)
 
 
