@@ -25,3 +25,8 @@ class Noise:
 
     def like(self, tensor):
         return self.scale * torch.randn(tensor.shape, generator=self.generator)
+
+
+def cloned(state):
+    """The same names with copies of the values."""
+    return {name: value.detach().clone() for name, value in state.items()}

@@ -36,8 +36,8 @@ from reference.expected import (
     Raises,
     UndefinedError,
 )
-from reference.noise import Noise
-from reference.plain import DocumentedError, FailuresError, Life, cloned
+from reference.noise import Noise, cloned
+from reference.plain import DocumentedError, FailuresError, Life
 
 OPEN = Path(__file__).parents[1] / "open"
 

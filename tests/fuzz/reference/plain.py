@@ -498,8 +498,3 @@ class FailuresError(Exception):
 
 def _copied(state):
     return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
-
-
-def cloned(state):
-    """The same names with copies of the values."""
-    return {name: value.detach().clone() for name, value in state.items()}
