@@ -15,7 +15,7 @@ class InitOptions(_Bound):
         groups: Sequence[ParameterGroup] = [],
         optimizer: str | None = None,
         describe: Callable[[], ModelDescription] | None = None,
-        buffers: Callable[[], Sequence[tuple[str, torch.Tensor]]] | None = None,
+        buffers: Callable[[], list[tuple[str, torch.Tensor]]] | None = None,
         custom: object = None,
         stages: int = 1,
         team: TensorTeam | None = None,

@@ -101,8 +101,8 @@ FAULTS = [
     Fault(
         name="a scale not agreed",
         file="src/engine/step/across_stages.cc",
-        old="    total += each;",
-        new="    (void)each, total = squares;",
+        old="    all.squares += each.squares;",
+        new="    all.squares = own.squares;",
         tests=(
             "tests/python/pipeline/test_pipeline.py::test_all_stages_skip_a_step_and_name_what_one_found",
             "tests/python/pipeline/test_pipeline.py::test_clipping_takes_the_norm_of_all_stages",

@@ -198,8 +198,8 @@ std::string text_of_placement(const Impl& impl) {
 /// The start in a line, and each decision that the configuration left open.
 std::string Engine::Impl::brief() const {
   std::string trained;
-  if (model.num_trainable() < model.num_elements())
-    trained = format_text(" ({} trained)", millions(model.num_trainable()));
+  if (const std::string count = millions(model.num_trainable()); count != millions(model.num_elements()))
+    trained = format_text(" ({} trained)", count);
   const int batches = design.topology.num_batches();
   std::string text =
       format_text("{}, ZeRO-{} | {} parameters{} | {} | batch {} = ", text_of_ranks(*this), config.zero().stage,

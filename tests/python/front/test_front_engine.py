@@ -219,7 +219,7 @@ def test_progress_is_printed_by_rank_0_each_steps_per_print(capfd):
     train(engine, 4)
     lines = [line.split("] ")[1] for line in capfd.readouterr().err.splitlines() if " | norm " in line]
     assert [line.split(" | ")[0] for line in lines] == ["step 2", "step 4"]
-    pattern = r"step \d \| loss \d\.\d+ \| lr 0\.01 \| norm [\d.]+ \| [\d.e+]+ samples/s"
+    pattern = r"step \d \| loss \d\.\d+ \| lr 0\.01 \| norm [\d.]+ \| [\d.,]+ samples/s"
     assert all(re.fullmatch(pattern, line) for line in lines), lines
 
 

@@ -187,9 +187,9 @@ def test_moments_of_16_bits_lie_in_files_too(packed, ratio, tmp_path):
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-def test_the_summary_names_them(capfd):
-    start(None, 1)
-    assert "master fp32, moments bf16, rounded stochastically" in capfd.readouterr().err
+def test_the_summary_names_them():
+    text = start(None, 1).summary()
+    assert "master fp32, moments bf16, rounded stochastically" in text
 
 
 @pytest.mark.parametrize("type", ["Lamb", "Muon", "OneBitAdam"])
