@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <filesystem>
 #include <map>
+#include <set>
 #include <stdexcept>
 
 #include "config/table_cases.h"
@@ -51,10 +52,12 @@ const JsonValue& default_of(const TableCase& c) {
   throw std::logic_error(c.path() + " derives from '" + c.key->sibling + "', which is not beside it");
 }
 
-/// The default as a field has it: folders become absolute, since a program may change its own before they are used.
-JsonValue field_default(const TableCase& c) {
-  const JsonValue& value = default_of(c);
-  if (c.key->name != "output_path" || value.string.empty()) return value;
+/// A value as its field has it: folders become absolute, since a program may change its own before they are used.
+JsonValue in_field(const Key& key, JsonValue value) {
+  static const std::set<std::string> kPaths{"nvme_path", "output_path", "output_file", "folder", "folders"};
+  if (!kPaths.contains(key.name)) return value;
+  for (JsonValue& item : value.items) item = in_field(key, item);
+  if (!value.is(JsonKind::string) || value.string.empty()) return value;
   return JsonValue(std::string_view(std::filesystem::absolute(value.string).string()));
 }
 
@@ -80,8 +83,9 @@ TEST(Binding, FillsTheFieldWithTheTablesDefault) {
     if (!c.key->binding || c.key->must_be_given) continue;
     const auto fields = fields_of(text_without(c));
     ASSERT_TRUE(fields.count(c.path())) << c.path();
-    EXPECT_TRUE(same_content(fields.at(c.path()), field_default(c)))
-        << c.path() << " became " << to_text(fields.at(c.path())) << ", expected " << to_text(field_default(c));
+    EXPECT_TRUE(same_content(fields.at(c.path()), in_field(*c.key, default_of(c))))
+        << c.path() << " became " << to_text(fields.at(c.path())) << ", expected "
+        << to_text(in_field(*c.key, default_of(c)));
     ++checked;
   }
   EXPECT_GT(checked, 60);
@@ -110,7 +114,7 @@ TEST(Binding, FillsTheFieldWithWhatTheTextGivesAndNoOther) {
             if (!key.sibling.empty() && key.sibling == c.key->name && path.ends_with("." + key.name)) sibling = &key;
           }
         }
-        const JsonValue& expected = own || sibling ? given : before.at(path);
+        const JsonValue expected = own || sibling ? in_field(*c.key, given) : before.at(path);
         EXPECT_TRUE(same_content(field, expected)) << c.path() << " = " << value << " made " << path << " "
                                                    << to_text(field) << ", expected " << to_text(expected);
       }
