@@ -150,7 +150,7 @@ class _Entry:
 
 
 _entries = WeakTensorKeyDictionary()  # by the activation, as long as that lives
-# Likewise of leaves, such as what another stage sent. Their graphs end in them, so an entry would keep its key: the
+# Likewise of leaves, such as inputs that want a gradient. Their graphs end in them, so an entry would keep its key: the
 # nodes of the layers that took it keep it instead.
 _entries_of_leaves = WeakTensorKeyDictionary()
 

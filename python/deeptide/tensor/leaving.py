@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from deeptide.pipeline.passing.elsewhere import Elsewhere
+from deeptide.pipeline.passing.letters import is_as_received
 from deeptide.pipeline.passing.skips import mapped
 from deeptide.tensor.sequence import joined_sequence
 from deeptide.tensor.team import Team
@@ -71,7 +72,7 @@ def _join_by_shape(module: nn.Module, label: str, tensor: torch.Tensor) -> Calla
     chains = module.__dict__.get("tensor_chains", ())
     if is_states and (len(chains) != 1 or not chains[0].may_be_part(tensor)):
         return None
-    if is_states and is_staged and tensor.is_leaf:
+    if is_states and is_staged and is_as_received(tensor):
         return cast("Callable[[torch.Tensor], Any]", chains[0].end)
     if is_weights and not is_staged:
         return None

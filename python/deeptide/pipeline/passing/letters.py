@@ -64,6 +64,12 @@ def handed(received: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda tensor: apply(tensor) if tensor.requires_grad else tensor, received)
 
 
+def is_as_received(tensor: torch.Tensor) -> bool:
+    """Whether no layer of this stage has computed it: it is a leaf of autograd's, or handed() made it of one."""
+    handed_node: Any = _Handed
+    return tensor.is_leaf or type(tensor.grad_fn) is handed_node._backward_cls
+
+
 def _encoded(tree: Any, numbers: Iterator[int]) -> Any:
     """A tree as JSON has it, with a number for each tensor."""
     if isinstance(tree, torch.Tensor):

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from deeptide._C import CommError, ConfigError
 from deeptide._process.log import say
@@ -111,7 +112,7 @@ def try_whole(model: nn.Module, example: Example | None, team: Team) -> Trial | 
     All ranks take the first rank's choice. Errors: the model's own.
     """
     if example is not None:
-        return _trial(model, example)
+        return _trial_of_given(model, example)
     chosen, found = -1, None
     for number, inputs in enumerate(examples_of(model, team.size)):
         try:
@@ -154,6 +155,27 @@ def _trial(model: nn.Module, inputs: Example) -> Trial:
     return Trial(inputs, outputs_of(model, inputs, draws=True), True, None)
 
 
+def _trial_of_given(model: nn.Module, example: Example) -> Trial:
+    """With the caller's example as it is, or, where the model does not take that, with its numbers in the model's type.
+
+    Errors: the model's own for the example as it is.
+    """
+    first = next((each for each in model.parameters() if each.is_floating_point()), None)
+    try:
+        return _trial(model, example)
+    except Exception:
+        floats = {
+            key: value
+            for key, value in example.items()
+            if isinstance(value, torch.Tensor) and value.is_floating_point()
+        }
+        if first is None or all(value.dtype == first.dtype for value in floats.values()):
+            raise
+        with suppress(Exception):
+            return _trial(model, {**example, **{key: value.to(first.dtype) for key, value in floats.items()}})
+        raise
+
+
 @contextmanager
 def _evaluated(model: nn.Module, draws: bool) -> Iterator[None]:
     """In evaluation mode. draws: the same numbers each time."""
@@ -188,7 +210,7 @@ def _run(
     """The outputs, and digests of all parameters' gradients."""
     inputs = trial.inputs
     if trial.in_fp32:
-        inputs = {key: value.float() if value.is_floating_point() else value for key, value in inputs.items()}
+        inputs = tree_map_only(torch.Tensor, lambda each: each.float() if each.is_floating_point() else each, inputs)
     with aliased(model, trial.in_fp32) as parameters:
         with _evaluated(model, trial.draws), torch.enable_grad():
             outputs = _floats(model(**inputs))

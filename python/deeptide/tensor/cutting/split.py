@@ -102,16 +102,19 @@ def split_model(
 def _plan_by_names_or_flow(
     model: nn.Module, specs: Sequence[Any], use_rule: bool, checked: checks.Checked | None, team: Team
 ) -> tuple[Plan, bool]:
-    """plan_for(), or, where names do not tell, a plan of pairs between whose layers values flow. Collective."""
+    """plan_for(), or, where names do not tell, a plan of pairs between whose layers values flow. Collective.
+
+    Errors: ConfigError for a plan that is given, by the model or the configuration, and does not fit.
+    """
+    is_given = not use_rule or bool(specs) or bool(own_plan(model)) or has_adapters(model)
+    if is_given or checked is None or checked.whole is None:
+        return plan_for(model, specs, use_rule)
+    plan: Plan = {}
+    error: ConfigError | None = None
     try:
-        plan, is_own = plan_for(model, specs, use_rule)
-        error = None
+        plan, _ = plan_for(model, specs, use_rule)
     except ConfigError as refusal:
-        plan, is_own, error = {}, False, refusal
-    if not use_rule or specs or is_own or checked is None or checked.whole is None or has_adapters(model):
-        if error is not None:
-            raise error
-        return plan, is_own
+        error = refusal
     inputs = checked.whole.inputs
     beside = words_and_heads(model)
     pairs = [pair for pair in pairs_of(model, inputs) if not beside.keys() & {pair.row, *pair.columns}]

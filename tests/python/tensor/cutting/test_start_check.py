@@ -140,6 +140,21 @@ def test_gradients_of_which_each_rank_has_a_part_add_up(dtype):
     assert run_ranks(2, split, 1.0, dtype) == [["scale"]] * 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_an_example_that_the_model_does_not_take_leaves_its_weights(dtype):
+    """The error is the one for the example as it was given."""
+
+    def rank(world):
+        model = models.make_model(kind=Gated).to(dtype)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied|same dtype"):
+            split_model(model, make_team(2, world, 60.0), example={"x": torch.ones(2, 5)})
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, before[name])
+
+    run_ranks(2, rank)
+
+
 def test_a_gradient_that_is_no_sum_of_the_ranks_is_refused_by_its_parameters_name():
     with pytest.raises(deeptide.ConfigError, match=r"the gradient of 'scale' .* differs by 50\.0% of its size"):
         run_ranks(2, split, 0.5)
