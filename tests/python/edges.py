@@ -55,7 +55,7 @@ def start(world=None, stage=0, kind=Net, model=None, **extra):
 
 def train(engine, steps=1, first=0, rank=0, **call):
     for step in range(first, first + steps):
-        x = inputs(rank, step).to(next(engine.module.parameters()).dtype)
+        x = inputs(rank, step).to(next(p for p in engine.module.parameters() if p.is_floating_point()).dtype)
         engine.backward(engine(x, **call).float().square().mean())
         outcome = engine.step()
     return outcome

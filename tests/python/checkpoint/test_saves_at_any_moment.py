@@ -81,6 +81,32 @@ def test_a_save_within_an_accumulation_is_the_last_boundary_and_training_goes_on
     run_processes(2, save_within, stage, str(tmp_path))
 
 
+def save_before_any_step(stage, folder):
+    """The boundary is then what `initialize` left, and runs from there are one run."""
+    deeptide.init_distributed()
+    engine, loader = start(None, stage, gas=2)
+    boundary = state_of(engine)
+    loss = engine(*next(loader))
+    engine.save_checkpoint(folder, tag="forward")
+    engine.backward(loss)
+    engine.step()
+    engine.save_checkpoint(folder, tag="micro")
+    engine.backward(engine(*next(loader)))
+    engine.step()
+    after = state_of(engine)
+    for tag in ("forward", "micro"):
+        engine.load_checkpoint(folder, tag=tag)
+        assert_same(state_of(engine), boundary)
+        train(engine, loader, 1)
+        assert_same(state_of(engine), after)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_save_within_the_first_accumulation_is_the_start(stage, tmp_path):
+    run_processes(2, save_before_any_step, stage, str(tmp_path))
+
+
 def save_after_writes(folder):
     """Saves what a program does to buffers between steps."""
     deeptide.init_distributed()
@@ -194,8 +220,10 @@ def processes_of_all(folder, world):
 
 
 def begin_anew(stage):
+    """After one step: what a program seeds after `initialize` is in no boundary before, nor is a large buffer."""
     engine, loader = start(None, stage, kind=Slow, gas=2)
     torch.manual_seed(engine.world.rank)
+    train(engine, loader, 1)
     return engine, loader
 
 
@@ -229,7 +257,7 @@ def interrupted(stage, seed, folder):
     resumed = state_of(engine)
     engine.destroy()
     engine, loader = begin_anew(stage)
-    train(engine, loader, max(steps))
+    train(engine, loader, max(steps) - 1)
     assert_same(state_of(engine), resumed)
     engine.destroy()
 

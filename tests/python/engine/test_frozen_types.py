@@ -34,7 +34,7 @@ FROZEN = ("base", "steps", "phase")
 
 
 def train(world, stage, bf16, folder):
-    engine = edges.start(world, stage, kind=Quantized, bf16={"enabled": bf16})
+    engine = edges.start(world, stage, kind=Quantized, bf16=bf16)
     before = {name: getattr(engine.module, name).detach().clone() for name in FROZEN}
     edges.train(engine, 3, rank=world.rank)
     for name in FROZEN:

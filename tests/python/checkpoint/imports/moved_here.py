@@ -58,10 +58,11 @@ def step(engine, name, number):
 
 
 def states_of(engine, expected):
+    """By torch's names of states: the engine's SGD has a "momentum" that is torch's "momentum_buffer"."""
     found = {}
     for key in expected:
         name, _, role = key.rpartition("/")
-        found[key] = engine._core.full_state(name, role)
+        found[key] = engine._core.full_state(name, "momentum" if role == "momentum_buffer" else role)
     return found
 
 
