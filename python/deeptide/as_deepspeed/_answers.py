@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,7 @@ KEYS: dict[str, tuple[str, Any]] = {
     "autotuning_profile_model_info": ("autotuning.model_info.profile", False),
     "autotuning_start_profile_step": ("autotuning.start_profile_step", 3),
     "checkpoint_serialization_enabled": ("checkpoint.checkpoint_serialization", True),
-    "checkpoint_writer_enabled": ("checkpoint.writer", False),
+    "checkpoint_writer_enabled": ("checkpoint.writer", None),
     "curriculum_enabled_legacy": ("curriculum_learning.enabled", False),
     "curriculum_learning_enabled": ("data_efficiency.data_sampling.curriculum_learning.enabled", False),
     "curriculum_learning_config": ("data_efficiency.data_sampling.curriculum_learning", None),
@@ -118,6 +119,12 @@ ZERO: dict[str, str] = {
     "zero_quantized_weights": "zero_quantized_weights",
 }
 
+# Files that lie in the working directory where the configuration names none.
+_FILES = {
+    "autotuning_metric_path": "autotuning_metric.json",
+    "autotuning_model_info_path": "autotuning_model_info.json",
+}
+
 # Always so here, whatever the configuration.
 CONSTANTS: dict[str, Any] = {
     "is_deepcompile_active": False,
@@ -132,7 +139,14 @@ def answer(name: str, config: dict[str, Any]) -> Any:
         return getattr(get_zero_config(config), ZERO[name])
     if name in CONSTANTS:
         return CONSTANTS[name]
-    return value_at(config, *KEYS[name])
+    value = value_at(config, *KEYS[name])
+    if name in _FILES:
+        return value or os.path.join(os.getcwd(), _FILES[name])
+    if name == "checkpoint_writer_enabled":  # the writer's section
+        return value is not None
+    if name == "autotuning_profile_model_info":
+        return bool(value_at(config, "autotuning.enabled", False) and value)
+    return value
 
 
 class EngineAnswers:

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asks the interface's engine about its configuration: for each question, the default and another answer."""
 
+import os
 import sys
 
 import models
@@ -69,12 +70,29 @@ ZERO = {
     "zero_quantized_gradients": True,
     "zero_quantized_nontrainable_weights": True,
     "zero_quantized_weights": True,
+    "zenflow": {"topk_ratio": 0.85},
 }
+TUNING = {
+    "enabled": True,
+    "end_profile_step": 86,
+    "metric": "latency",
+    "metric_path": "metric.json",
+    "model_info": {"profile": True},
+    "model_info_path": "info.json",
+    "start_profile_step": 87,
+}
+WRITER = {"type": "fast"}
+SAFE = ["torch.nn.Linear"]
 GIVEN = {
     "aio": {"block_size": 91},
     "amp": {"enabled": True},
-    "autotuning": {"enabled": True},
-    "checkpoint": {"load_universal": True, "use_node_local_storage": True},
+    "autotuning": TUNING,
+    "checkpoint": {
+        "load_universal": True,
+        "use_node_local_storage": True,
+        "checkpoint_serialization": False,
+        "writer": WRITER,
+    },
     "compile": {"deepcompile": True},
     "curriculum_learning": CURRICULUM,
     "data_efficiency": EFFICIENCY,
@@ -87,6 +105,8 @@ GIVEN = {
     "optimizer": {"legacy_fusion": True},
     "progressive_layer_drop": DEPTH,
     "quantize_training": {"enabled": True, "eigenvalue": EIGENVALUE},
+    "tensor_parallel": {"autotp_size": 88},
+    "torch_autocast": {"enabled": True, "lower_precision_safe_modules": SAFE},
     "zero_allow_untested_optimizer": True,
     "zero_force_ds_cpu_optimizer": False,
     "zero_optimization": ZERO,
@@ -96,6 +116,15 @@ ANSWERS = {
     "aio_config": (None, {"block_size": 91}),
     "amp_enabled": (False, True),
     "autotuning_enabled": (False, True),
+    "autotuning_end_profile_step": (5, 86),
+    "autotuning_metric": ("throughput", "latency"),
+    "autotuning_metric_path": (os.path.join(os.getcwd(), "autotuning_metric.json"), "metric.json"),
+    "autotuning_model_info": (None, {"profile": True}),
+    "autotuning_model_info_path": (os.path.join(os.getcwd(), "autotuning_model_info.json"), "info.json"),
+    "autotuning_profile_model_info": (False, True),
+    "autotuning_start_profile_step": (3, 87),
+    "checkpoint_serialization_enabled": (True, False),
+    "checkpoint_writer_enabled": (False, True),
     "cpuadam_cores_perc": (0.9, 0.74),
     "curriculum_enabled_legacy": (False, True),
     "curriculum_learning_config": (None, SAMPLING["curriculum_learning"]),
@@ -139,7 +168,10 @@ ANSWERS = {
     "random_ltd_enabled": (False, True),
     "super_offload": (False, True),
     "swap_tensor_config": (None, {"block_size": 91}),
+    "tensor_parallel_config": (None, {"autotp_size": 88}),
+    "torch_autocast_lower_precision_safe_modules": (None, SAFE),
     "use_node_local_storage": (False, True),
+    "zenflow_config": (None, {"topk_ratio": 0.85}),
     "zero_allgather_bucket_size": (500_000_000, 71),
     "zero_allgather_partitions": (True, False),
     "zero_allgather_sequential": (False, True),
