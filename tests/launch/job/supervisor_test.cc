@@ -174,8 +174,8 @@ TEST(Interrupt, TwiceKillsAtOnce) {
 }
 
 TEST(Interrupt, CountsOnceWhereItIsSentToTheProcessAndToItsGroup) {
-  TempDir dir;
-  const std::string script = dir.write("main.py", R"(
+  TempFolder dir;
+  const std::string script = dir.script("main.py", R"(
 import time
 print('ready', flush=True)
 try:
