@@ -70,6 +70,14 @@ struct Announce : torch::autograd::FunctionPreHook {
   std::weak_ptr<State> state_;
 };
 
+/// Drops an accumulator of another shape, which an older graph keeps. Assigning to `.data` leaves it, and a backward
+/// through it would expect gradients of that shape.
+void drop_outdated_accumulator(const Tensor& parameter) {
+  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameter);
+  if (!accumulator || accumulator->input_metadata(0).shape_as_dim_vector() == parameter.sym_sizes()) return;
+  torch::autograd::impl::get_autograd_meta(parameter)->grad_accumulator_.reset();
+}
+
 }  // namespace
 
 GradientHooks::GradientHooks(const std::vector<Tensor>& parameters, Sink sink, std::function<void()> before)
@@ -83,6 +91,7 @@ GradientHooks::GradientHooks(const std::vector<Tensor>& parameters, Sink sink, s
 
 void GradientHooks::hook(size_t index) {
   const Tensor& parameter = state_->parameters[index];
+  drop_outdated_accumulator(parameter);
   auto accumulator = torch::autograd::impl::grad_accumulator(parameter);
   DEEPTIDE_INVARIANT(accumulator, "parameter ", index, " is not a leaf that requires grad");
   if (state_->before) accumulator->add_pre_hook(std::make_unique<Announce<State>>(state_));

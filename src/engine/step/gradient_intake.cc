@@ -74,9 +74,11 @@ void GradientIntake::arrive(int index, const Tensor& gradient) {
 }
 
 void GradientIntake::add(int index, const Tensor& gradient) {
+  const Place& place = places_[index];
   auto joining = joining_.extract(index);
-  const Tensor all = joining.empty() ? gradient : joining.mapped().add_(gradient);
-  reducer_.add(places_[index].unit, places_[index].parameter, all);
+  // Not by one tensor for both: a further reference to a gradient has it copied, see HeldGradients::may_hold.
+  if (joining.empty()) return reducer_.add(place.unit, place.parameter, gradient);
+  reducer_.add(place.unit, place.parameter, joining.mapped().add_(gradient));
 }
 
 void GradientIntake::hold(std::optional<int64_t> number) {
