@@ -157,7 +157,7 @@ void fit_names(WeightPlaces& places, const std::set<std::string>& names) {
   };
   for (const std::string& prefix : added) consider(prefix, true);
   for (const std::string& prefix : removed) consider(prefix, false);
-  if (2 * best.size() <= std::min(places.tensors.size(), names.size())) return;
+  if (2 * best.size() <= std::max(places.tensors.size(), names.size())) return;  // of another model
   for (const auto& [other, name] : best) {
     auto entry = places.tensors.extract(name);
     entry.key() = other;
