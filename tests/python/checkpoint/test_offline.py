@@ -177,14 +177,23 @@ def test_torch_reads_weights_and_states_of_a_distributed_checkpoint(saved, tmp_p
         for name, role in state
         if role == "master"
     }
-    groups = {name: {"lr": 0.0, "betas": (0.0, 0.0)} for name in moments}
+    groups = [{"params": list(moments), "lr": 0.0, "betas": (0.0, 0.0)}]  # a list, as torch's get_state_dict has it
     nested = {"model": weights, "optim": {"state": moments, "param_groups": groups}}
+    flat = {f"optim.param_groups.{name}.{key}": 0.0 for name in moments for key in ("lr", "betas")}
     dcp.load(nested, checkpoint_id=str(tmp_path / "out"), no_dist=True)
+    dcp.load(flat, checkpoint_id=str(tmp_path / "out"), no_dist=True)
+    by_name = {"optim": {"state": moments, "param_groups": {name: {"lr": 0.0} for name in moments}}}
+    dcp.load(by_name, checkpoint_id=str(tmp_path / "out"), no_dist=True)
+    assert by_name["optim"]["param_groups"] == nested["optim"]["param_groups"]  # torch puts the list in their place
     assert_equal(nested["model"], weights_of(state))
     for name, found in nested["optim"]["state"].items():
         assert found["step"] == 2
         assert all(torch.equal(found[role], state[name, role]) for role in ROLES[1:]), name
-        assert groups[name] == {"lr": 0.01, "betas": (0.9, 0.95)}
+        assert flat[f"optim.param_groups.{name}.lr"] == 0.01
+        assert flat[f"optim.param_groups.{name}.betas"] == (0.9, 0.95)
+    read = nested["optim"]["param_groups"]
+    assert {(group["lr"], group["betas"]) for group in read} == {(0.01, (0.9, 0.95))}
+    assert sorted(name for group in read for name in group["params"]) == sorted(moments)
     with pytest.raises(deeptide.ConfigError, match="dcp holds what was saved; give no dtype"):
         checkpoint.export(folder, tmp_path / "out", "dcp", dtype="bf16")
 
@@ -219,7 +228,7 @@ def test_torch_loads_groups_of_a_distributed_checkpoint_in_both_its_forms(tmp_pa
     )
     first, second = optimizer.param_groups
     assert (first["lr"], first["weight_decay"], tuple(first["betas"])) == (0.01, 0.3, (0.9, 0.999))
-    assert (second["lr"], second["weight_decay"], tuple(second["betas"])) == (0.002, 0.01, (0.8, 0.9))
+    assert (second["lr"], second["weight_decay"], tuple(second["betas"])) == (0.002, 0.0, (0.8, 0.9))
     assert all(value["step"] == 1 and value["exp_avg"].abs().sum() > 0 for value in optimizer.state.values())
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
