@@ -70,7 +70,7 @@ def assert_alike(found, expected):
 
 
 def final_parameters(engine):
-    """What ranks have alike: the buffer "mean" is of each rank's own inputs. Collective."""
+    """Values that ranks have alike: the buffer "mean" is of each rank's own inputs. Collective."""
     state = edges.final_state(engine)
     del state["mean"]
     return state
