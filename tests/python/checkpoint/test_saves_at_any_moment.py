@@ -236,19 +236,22 @@ def interrupted(stage, seed, folder):
     draws = random.Random(seed)
     steps = set()
     for number in range(6):
-        delay = draws.uniform(0, 0.1)
+        delay, trained = draws.uniform(0, 0.1), threading.Event()
         if engine.world.rank == 0:
 
-            def interrupt(delay=delay):
+            def interrupt(number=number, delay=delay, trained=trained):
+                if number % 2:
+                    trained.wait()  # so that a busy machine comes on, too
                 time.sleep(delay)
-                for pid in pids:
+                for pid in reversed(pids):  # itself last: its main thread may keep this one waiting then
                     os.kill(pid, signal.SIGINT)
 
             threading.Thread(target=interrupt).start()
         try:
             while True:
                 engine.backward(engine(*next(loader)))
-                engine.step()
+                if engine.step().applied:
+                    trained.set()
         except KeyboardInterrupt:
             engine.save_checkpoint(folder, tag=str(number))
         engine.load_checkpoint(folder, tag=str(number))
