@@ -4,14 +4,13 @@
 
 from __future__ import annotations
 
-import random
-import sys
 import zlib
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from deeptide._process import generators
 from deeptide.pipeline.passing.elsewhere import ElsewhereError, elsewhere_in
 
 
@@ -23,7 +22,7 @@ class NoDraws(TorchDispatchMode):
         self._is_open = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if _draws(func) and next(elsewhere_in((args, kwargs)), None) is None and not _drops_nothing(func, args, kwargs):
+        if may_draw(func, args, kwargs) and next(elsewhere_in((args, kwargs)), None) is None:
             raise ElsewhereError(
                 f"{func} draws random numbers before this stage's blocks, and each stage would draw others; draw them "
                 "in a block, or give them with the batch"
@@ -45,15 +44,15 @@ class NoDraws(TorchDispatchMode):
 _known: dict[Any, bool] = {}  # by operator; to ask for its tags takes as long as a small one
 
 
-def _draws(func: Any) -> bool:
+def may_draw(func: Any, args: Any, kwargs: dict[str, Any] | None) -> bool:
+    """Whether a call of an operator draws from torch's generators. An attention without dropout has the tag, too."""
     found = _known.get(func)
     if found is None:
         found = _known[func] = torch.Tag.nondeterministic_seeded in func.tags
-    return found
+    return found and not _drops_nothing(func, args, kwargs)
 
 
 def _drops_nothing(func: Any, args: Any, kwargs: dict[str, Any] | None) -> bool:
-    """Whether it is an attention without dropout, which has the tag too."""
     names = [argument.name for argument in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | (kwargs or {})
     return "dropout_p" in names and given.get("dropout_p", 0.0) == 0.0
@@ -61,10 +60,4 @@ def _drops_nothing(func: Any, args: Any, kwargs: dict[str, Any] | None) -> bool:
 
 def mark() -> int:
     """A number for the states of Python's generator and NumPy's: another one after a draw."""
-    _, state, gauss = random.getstate()
-    seen: list[Any] = [state[-1], state[:4], gauss]  # the place moves with each draw, the words with every 624th
-    numpy = sys.modules.get("numpy.random")
-    if numpy is not None:
-        _, keys, place, *rest = numpy.get_state()
-        seen += [place, keys[:4].tolist(), rest]
-    return zlib.crc32(repr(seen).encode())
+    return zlib.crc32(generators.of_interpreter())

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from deeptide._C import CommError, ConfigError
 from deeptide._process.log import say
+from deeptide.pipeline.passing.draws import may_draw
 from deeptide.pipeline.step.undo import Buffers
 from deeptide.tensor.cutting.examples import Example, examples_of
 from deeptide.tensor.cutting.gradients import Digests, Verdict, aliased, compare_gradients, fits_in_fp32, gradients_of
@@ -134,15 +135,8 @@ class _Draws(TorchDispatchMode):
     maybe = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.maybe |= torch.Tag.nondeterministic_seeded in func.tags and not _drops_nothing(func, args, kwargs or {})
+        self.maybe |= may_draw(func, args, kwargs)
         return func(*args, **(kwargs or {}))
-
-
-def _drops_nothing(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether it is an attention without dropout, which has the tag too."""
-    names = [argument.name for argument in func._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
-    return "dropout_p" in names and given.get("dropout_p", 0.0) == 0.0
 
 
 def _trial(model: nn.Module, inputs: Example) -> Trial:
