@@ -48,7 +48,7 @@ void LastBoundary::follow(std::vector<NamedTensor> buffers) {
     const bool is_known = kept.now.tensor.defined();
     const bool is_other = is_known && !kept.now.tensor.is_same(buffers[i].tensor);
     const bool is_large = buffers[i].tensor.nbytes() > kSmallBytes;
-    const uint32_t version = buffers[i].tensor._version();
+    const int64_t version = buffers[i].tensor._version();
     const bool has_changed = is_other || (is_known && version != kept.version);
     kept.is_copied = kept.is_copied || !is_large || has_changed;
     kept.version = version;

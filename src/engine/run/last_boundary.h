@@ -40,7 +40,7 @@ class LastBoundary {
   struct Kept {
     NamedTensor now;         // as it was found
     at::Tensor copy;         // undefined: none
-    uint32_t version = 0;    // of a large one
+    int64_t version = 0;     // of a large one
     bool is_copied = false;  // at each boundary
   };
   static bool holds(const Kept& kept, const NamedTensor& buffer);
