@@ -94,6 +94,27 @@ def test_a_packed_batch_is_its_sequences_one_by_one(mask_dtype, causal):
     assert len(packed) < len(samples)
 
 
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_sequences_of_a_row_do_not_see_each_other_in_transformers(attention):
+    """The default collator. "flex_attention" compiles a kernel, which is no quick test."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(2)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=19, attn_implementation=attention, **sizes)).eval()
+    samples = [torch.randint(0, 19, (n,)) for n in (5, 7, 3)]
+    batch = PackingCollator(16, causal=True)([[{"input_ids": s} for s in samples]])
+    del batch["sequence_ids"]
+    with torch.no_grad():
+        packed = model(**batch).logits[0]
+        at = 0
+        for sample in samples:
+            torch.testing.assert_close(
+                packed[at : at + len(sample)], model(sample[None]).logits[0], rtol=1e-4, atol=1e-5
+            )
+            at += len(sample)
+
+
 def test_misfits_are_named():
     with pytest.raises(deeptide.ConfigError, match="sequence 1 has 9 tokens, expected 1 to row_length, 8; cut it"):
         pack_lengths([3, 9], 8)

@@ -184,6 +184,33 @@ def test_attention_has_a_second_derivative_and_torchs_errors():
         ops.attention(inputs[0], torch.randn(1, 2, 5, 4, dtype=torch.bfloat16), inputs[2])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("low", ["min", "inf", -2e4])
+def test_a_row_whose_keys_are_all_masked_has_the_gradients_of_equal_shares(low, dtype):
+    """Padding's rows. torch's own backward on a CPU multiplies by the count of keys.
+
+    The lowest value makes all shares equal, for scores vanish beside it; a smaller one leaves them to the scores.
+    """
+    torch.manual_seed(0)
+    q, k, v, seen = (torch.randn(2, 3, 6, 8).to(dtype) for _ in range(4))
+    value = {"min": torch.finfo(dtype).min, "inf": float("-inf")}.get(low, low)
+    mask = torch.zeros(2, 1, 6, 6, dtype=dtype)
+    mask[:, :, :, 4:] = value
+    mask[:, :, 2] = value
+    if low == "inf":
+        mask[:, :, 2, 0] = 0  # a row of infinities alone is nan everywhere
+    ours, theirs = ([t.clone().requires_grad_() for t in (q, k, v)] for _ in range(2))
+    ops.attention(*ours, mask=mask).backward(seen)
+    wide = [t.detach().double().requires_grad_() for t in theirs]
+    scores = wide[0] @ wide[1].transpose(2, 3) / math.sqrt(8)
+    if low == "min":
+        scores = scores.masked_fill(torch.arange(6)[:, None] == 2, 0.0)
+    (torch.softmax(scores + mask.double(), -1) @ wide[2]).backward(seen.double())
+    bound = {torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}[dtype]
+    for got, expected in zip(ours, wide, strict=True):
+        torch.testing.assert_close(got.grad.double(), expected.grad, rtol=bound, atol=bound)
+
+
 def test_attention_gives_a_learned_mask_its_gradient():
     inputs = [torch.randn(1, 2, 5, 8, dtype=torch.bfloat16) for _ in range(3)]
     bias = torch.randn(1, 2, 5, 5, dtype=torch.bfloat16, requires_grad=True)

@@ -214,6 +214,26 @@ def test_files_that_differ_between_ranks_are_rank_0s(tmp_path):
     run_ranks(2, initialize_from_two_files, str(tmp_path))
 
 
+@pytest.mark.parametrize("way", ["base into head", "head into base"])
+@pytest.mark.parametrize("form", ["safetensors", "bin-several"])
+def test_a_base_models_weights_fit_a_model_with_a_head_and_back(tmp_path, way, form):
+    """As from_pretrained takes them: names without the head model's prefix, and with it."""
+    torch.manual_seed(1)
+    source, target = make_model(), make_model()
+    for parameter in target.parameters():
+        nn.init.constant_(parameter, 0.5)
+    if way == "base into head":
+        source, taken = source.transformer, target.transformer
+    else:
+        target, taken = target.transformer, target.transformer
+    write(tmp_path, source, form)
+    deeptide.load_weights(target, str(tmp_path), strict=False)
+    expected = dict(getattr(source, "transformer", source).named_parameters())
+    got = dict(taken.named_parameters())
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], expected[name]) for name in got)
+
+
 def test_other_weights_are_refused_by_name(tmp_path):
     torch.save({"weight": torch.ones(2, 3), "extra": torch.ones(1)}, tmp_path / "pytorch_model.bin")
     model = nn.Linear(3, 2)
