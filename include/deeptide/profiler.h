@@ -35,6 +35,7 @@ struct OperatorUse {
   int64_t macs = 0;   // multiply-accumulates of matrix products, convolutions and attention
   int64_t bytes = 0;  // of tensors read and written; views move nothing
   double seconds = 0.0;
+  bool is_uncounted = false;  // it may multiply and has no formula here: `macs` lacks it
 };
 
 /// Counts on the thread that made it, and on autograd's threads on its behalf, while it lives; the same thread ends it.
@@ -60,6 +61,7 @@ class DEEPTIDE_API OperatorCounter {
     bool is_view = false;
     int module = -1;
     bool counted = false;  // its products, or a caller's, are in `macs`
+    bool has_known = false;  // operators that it called are counted, or named as uncounted
     bool backward = false;
     bool is_leaf = true;
     bool is_node = false;  // one of autograd's, not an operator
@@ -78,6 +80,12 @@ class DEEPTIDE_API OperatorCounter {
 struct MachinePeak {
   double flops_per_s = 0.0;  // of a large matrix product
   double bytes_per_s = 0.0;  // of a triad over tensors that no cache holds
+
+  /// Share of this peak that `flops` in `seconds` are; -1 where they are more: the measured product was not the fastest.
+  double share_of(double flops, double seconds) const {
+    const double share = seconds > 0.0 && flops_per_s > 0.0 ? flops / seconds / flops_per_s : -1.0;
+    return share > 1.0 ? -1.0 : share;
+  }
 };
 
 /// Takes a few tenths of a second; measured with the threads that this rank computes with.

@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multiply-accumulates, flops, parameters and latency of a model by module, counted at torch's dispatcher.
 
-Products are those of matrix products, convolutions and attention, which is what the usual formulae count: flops are
-twice as many. Backward's are counted, not estimated, and belong to the module whose forward they differentiate.
+Products are those of matrix products, convolutions, recurrent layers and attention, which is what the usual formulae
+count: flops are twice as many. What may multiply and has no formula here is named beside the totals. Backward's are
+counted, not estimated, and belong to the module whose forward they differentiate.
 """
 
 from __future__ import annotations
@@ -245,14 +246,26 @@ class FlopsProfiler:
         _add_up(root)
         return root
 
-    def mfu(self, seconds: float) -> tuple[float, float]:
-        """(share of the measured peak, that peak in flop/s) of forward and backward within `seconds`."""
+    def uncounted(self) -> dict[str, int]:
+        """Calls of operators that may multiply and have no formula here, by name: no total holds them."""
+        calls: dict[str, int] = {}
+        for use in self._counter.uses():
+            if use.is_uncounted:
+                calls[use.name] = calls.get(use.name, 0) + use.calls
+        return calls
+
+    def mfu(self, seconds: float) -> tuple[float | None, float]:
+        """(share of the measured peak, that peak in flop/s) of forward and backward within `seconds`.
+
+        The share is None where it is more than 1: the product that was measured was not the fastest.
+        """
         root = self.profile()
         weight = next((p for p in self.model.parameters() if p.is_floating_point()), None)
         device = weight.device if weight is not None else torch.device("cpu")
-        peak = _C.measure_peak(device, weight.dtype if weight is not None else torch.float32).flops_per_s
+        peak = _C.measure_peak(device, weight.dtype if weight is not None else torch.float32)
         recomputed = self.recompute_fwd_factor * root.macs
-        return 2 * (root.macs + root.bwd_macs - recomputed) / seconds / peak, peak
+        share = peak.share_of(2 * (root.macs + root.bwd_macs - recomputed), seconds)
+        return share if share >= 0 else None, peak.flops_per_s
 
     def _facts(self, step: int, step_latency: float | None, bwd_latency: float | None) -> dict[str, Any]:
         root, engine = self.profile(), self.ds_engine
@@ -266,6 +279,7 @@ class FlopsProfiler:
             "bwd_flops": 2 * root.bwd_macs,
             "bwd_latency_s": bwd_latency,
             "step_latency_s": step_latency,
+            "uncounted_calls": self.uncounted(),
         }
         if engine is not None:
             facts["batch_size_per_gpu"] = engine.train_micro_batch_size_per_gpu()

@@ -102,7 +102,8 @@ void bind_reports(py::module_& module) {
       .def_readonly("calls", &OperatorUse::calls)
       .def_readonly("macs", &OperatorUse::macs)
       .def_readonly("bytes", &OperatorUse::bytes)
-      .def_readonly("seconds", &OperatorUse::seconds);
+      .def_readonly("seconds", &OperatorUse::seconds)
+      .def_readonly("is_uncounted", &OperatorUse::is_uncounted);
   py::class_<Counting>(module, "OperatorCounter", "Counts this thread's operators between start() and stop().")
       .def(py::init<>())
       .def("start", &Counting::start)
@@ -111,7 +112,8 @@ void bind_reports(py::module_& module) {
       .def("uses", &Counting::uses);
   py::class_<MachinePeak>(module, "MachinePeak", "How fast this machine multiplies and moves.")
       .def_readonly("flops_per_s", &MachinePeak::flops_per_s)
-      .def_readonly("bytes_per_s", &MachinePeak::bytes_per_s);
+      .def_readonly("bytes_per_s", &MachinePeak::bytes_per_s)
+      .def("share_of", &MachinePeak::share_of, py::arg("flops"), py::arg("seconds"));
   module.def(
       "measure_peak", [](c10::Device device, c10::ScalarType dtype) { return measure_peak(device, dtype); },
       py::arg("device"), py::arg("dtype"), NoGil());

@@ -5,6 +5,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <pthread.h>
@@ -214,11 +215,21 @@ void keep_arguments(Operation& operation) {
 
 at::Generator default_generator() { return at::detail::getDefaultCPUGenerator(); }
 
+/// torch makes what an operator needs at its first call, under locks of its own, which a child that is forked meanwhile
+/// would wait for, too. So what most initial values need is there before another thread may build.
+void draw_once() {
+  const c10::impl::ExcludeDispatchKeyGuard exclude(kKey);
+  const at::NoGradGuard no_grad;
+  const at::Generator own = at::detail::createCPUGenerator();  // the program's does not move
+  at::empty({2}).uniform_(0.0, 1.0, own).normal_(0.0, 1.0, own).zero_();
+}
+
 /// Threads that build a model hold the generator's lock most of the time: a child forked meanwhile, such as a loader's
 /// worker, would wait for it for ever. Who holds it allocates, so a fork takes the heap's lock after it: handlers run
 /// from the one registered last.
 void keep_generator_for_children() {
   static const int watched = [] {
+    draw_once();
     device::watch_forks();
     return ::pthread_atfork([] { default_generator().mutex().lock(); }, [] { default_generator().mutex().unlock(); },
                             [] { default_generator().mutex().unlock(); });

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <fstream>
+#include <map>
 
 #include "base/libraries/format.h"
 #include "base/log.h"
@@ -40,11 +41,24 @@ std::string totals_of(const std::vector<OperatorUse>& uses, bool backward, const
   text += format_text("\n{:<70}  {:<8}", format_text("{} latency of operators:", name),
                       format_text("{:.2f} ms", 1e3 * seconds));
   if (seconds <= 0.0) return text;
-  text +=
-      format_text("\n{:<70}  {} ({:.1f} % of this machine's measured {})",
-                  format_text("{} FLOPS per GPU = flops per GPU / latency:", name), scaled(flops / seconds, "FLOPS"),
-                  100.0 * flops / seconds / peak.flops_per_s, scaled(peak.flops_per_s, "FLOPS"));
+  text += format_text("\n{:<70}  {}", format_text("{} FLOPS per GPU = flops per GPU / latency:", name),
+                      scaled(flops / seconds, "FLOPS"));
+  const double share = peak.share_of(flops, seconds);
+  if (share >= 0.0) {
+    text += format_text(" ({:.1f} % of this machine's measured {})", 100.0 * share, scaled(peak.flops_per_s, "FLOPS"));
+  }
   return text;
+}
+
+/// Names the operators that may multiply and that no total holds; "" without such.
+std::string uncounted_of(const std::vector<OperatorUse>& uses) {
+  std::map<std::string, int64_t> calls;
+  for (const OperatorUse& use : uses) {
+    if (use.is_uncounted) calls[use.name] += use.calls;
+  }
+  std::string text;
+  for (const auto& [name, times] : calls) text += format_text("{}{} x {}", text.empty() ? "" : ", ", name, times);
+  return text.empty() ? text : format_text("\n{:<70}  {}", "operators without a formula, in no total:", text);
 }
 
 }  // namespace
@@ -53,6 +67,7 @@ void Reporter::write_profile(int64_t step, const std::vector<OperatorUse>& uses,
   std::string text = "-------------------------- DeepSpeed Flops Profiler --------------------------";
   text += format_text("\nProfile Summary at step {}:", step);
   for (const bool backward : {false, true}) text += totals_of(uses, backward, peak);
+  text += uncounted_of(uses);
   std::vector<OperatorUse> longest = uses;
   std::sort(longest.begin(), longest.end(),
             [](const OperatorUse& a, const OperatorUse& b) { return a.seconds > b.seconds; });

@@ -221,9 +221,7 @@ LimitFacts Reporter::limit_facts() const {
   facts.memory_bound = roofline_->memory_bound;
   facts.bytes_per_s = roofline_->bytes_per_s;
   facts.triad = peak_->bytes_per_s;
-  if (counted_s_ > 0.0) {
-    facts.flops_share = 2.0 * static_cast<double>(roofline_->macs) / counted_s_ / peak_->flops_per_s;
-  }
+  facts.flops_share = peak_->share_of(2.0 * static_cast<double>(roofline_->macs), counted_s_);
   return facts;
 }
 

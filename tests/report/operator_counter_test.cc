@@ -4,6 +4,9 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <set>
+#include <string>
+
 #include "deeptide/profiler.h"
 #include "report/flops/roofline.h"
 
@@ -98,6 +101,39 @@ TEST(OperatorCounter, CountsBytesOfWhatMovesAndNotOfViews) {
   int64_t bytes = 0;
   for (const OperatorUse& use : counter.uses()) bytes += use.bytes;
   EXPECT_EQ(bytes, 3 * 256 * 4);
+}
+
+TEST(OperatorCounter, NamesWhatMayMultiplyAndHasNoFormula) {
+  const auto x = torch::eye(8);
+  OperatorCounter counter;
+  const c10::InferenceMode guard;
+  at::linalg_qr(x);
+  at::linalg_matrix_power(x, 3);  // by products, which count
+  at::fft_rfft(x);
+  at::linalg_vector_norm(x);
+  std::set<std::string> named;
+  for (const OperatorUse& use : counter.uses()) {
+    if (use.is_uncounted) named.insert(use.name);
+  }
+  EXPECT_EQ(named, (std::set<std::string>{"aten::_fft_r2c", "aten::linalg_qr"}));
+  EXPECT_EQ(macs(counter).forward, 2 * 8 * 8 * 8);
+}
+
+TEST(OperatorCounter, CountsOuterProducts) {
+  const auto a = torch::randn(5), b = torch::randn(7);
+  OperatorCounter counter;
+  const c10::InferenceMode guard;
+  at::outer(a, b);
+  at::addr(torch::zeros({5, 7}), a, b);
+  EXPECT_EQ(macs(counter).forward, 2 * 5 * 7);
+}
+
+// A share above 1 says that the measured product was not the fastest way to multiply, and nothing of the model.
+TEST(MachinePeak, GivesNoShareOfMoreThanAll) {
+  const MachinePeak peak{.flops_per_s = 1e9, .bytes_per_s = 1e9};
+  EXPECT_DOUBLE_EQ(peak.share_of(5e8, 1.0), 0.5);
+  EXPECT_EQ(peak.share_of(3.7e9, 1.0), -1.0);
+  EXPECT_EQ(peak.share_of(5e8, 0.0), -1.0);
 }
 
 TEST(OperatorCounter, LeavesNoCallbackBehind) {

@@ -92,8 +92,9 @@ class _Axes:
             self.y0 = min(self.y0, 0.0)
         if self.x1 <= self.x0:
             self.x1 = self.x0 + 1
-        if self.y1 <= self.y0:
-            self.y1 = self.y0 + max(abs(self.y0), 1.0) * 0.1
+        reach = max(abs(self.y0), abs(self.y1)) or 1.0
+        if self.y1 - self.y0 < 1e-3 * reach:  # as good as one value: ticks within it would have one label
+            self.y0, self.y1 = self.y0 - 0.05 * reach, self.y1 + 0.05 * reach
 
     def x(self, value: float) -> float:
         return _LEFT + (value - self.x0) / (self.x1 - self.x0) * (_WIDTH - _LEFT - 8)

@@ -55,10 +55,14 @@ def _summary(facts: dict[str, Any]) -> Iterator[str]:
         yield row("bwd FLOPS per GPU = bwd flops per GPU / bwd latency:", _text(facts["bwd_flops"] / backward, "FLOPS"))
         both = (facts["fwd_flops"] + facts["bwd_flops"]) / (latency + backward)
         yield row("fwd+bwd FLOPS per GPU:", _text(both, "FLOPS"))
-        yield row("share of this machine's measured peak (MFU):", f"{100 * facts['mfu']:.1f} %")
+        share = "unknown" if facts["mfu"] is None else f"{100 * facts['mfu']:.1f} %"
+        yield row("share of this machine's measured peak (MFU):", share)
         yield row("measured peak of a matrix product:", _text(facts["peak_flops_per_s"], "FLOPS"))
         yield row("step latency:", _time(facts["step_latency_s"]))
         yield row("iter latency:", _time(facts["iter_latency_s"]))
+    if facts["uncounted_calls"]:
+        names = ", ".join(f"{name} x {calls}" for name, calls in sorted(facts["uncounted_calls"].items()))
+        yield row("operators without a formula, in no total:", names)
     if "samples_per_s" in facts:
         yield row("samples/second:", f"{facts['samples_per_s']:.2f}")
 

@@ -83,13 +83,13 @@ def _get(parameter: torch.nn.Parameter) -> torch.Tensor | None:
 
 def _set(parameter: torch.nn.Parameter, value: torch.Tensor | None) -> None:
     if value is None and _engines:
-        _drop_one(parameter)
+        _drop_one(parameter, sys._getframe(1))
     _plain.__set__(parameter, value)
 
 
 def _delete(parameter: torch.nn.Parameter) -> None:
     if _engines:
-        _drop_one(parameter)
+        _drop_one(parameter, sys._getframe(1))
     _plain.__set__(parameter, None)
 
 
@@ -188,12 +188,13 @@ def _drop(parameters: Iterable[torch.Tensor]) -> None:
         drop_gradients(engine, own)
 
 
-def _drop_one(parameter: torch.nn.Parameter) -> None:
+def _drop_one(parameter: torch.nn.Parameter, caller: FrameType) -> None:
     """Before `p.grad = None`, which programs write parameter by parameter: what can be shown is, and goes then."""
     found = _taken(parameter)
-    if found is None or _is_in(_name_of(sys._getframe(2)), _NOT_PROGRAMS):
+    if found is None or _is_in(_name_of(caller), _NOT_PROGRAMS):
         return
     engine, taken = found
+    _plain.__set__(parameter, None)  # set by hand: with it gone, nobody doubts what is to be shown
     if taken == TakenGradient.showable:
         show_gradients(engine)
     else:

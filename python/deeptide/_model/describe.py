@@ -4,6 +4,7 @@
 
 import contextlib
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,12 +17,33 @@ from deeptide._model.names import inner_of, namer
 
 
 def check_model(model: object) -> torch.nn.Module:
-    """Returns `model`; raises ConfigError unless it is a torch.nn.Module."""
+    """Returns `model`; raises ConfigError unless it is a torch.nn.Module whose gradients nobody else sums."""
     if model is None:
         raise ConfigError("deeptide.initialize requires a model: got None, expected a torch.nn.Module")
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
+    _refuse_other_engines(model)
     return model
+
+
+def _refuse_other_engines(model: torch.nn.Module) -> None:
+    """Errors: ConfigError for modules that DDP or FSDP has, and for parameters that torch has made DTensors."""
+    for path, module in model.named_modules():
+        other = "DistributedDataParallel" if isinstance(module, torch.nn.parallel.DistributedDataParallel) else ""
+        if "_fsdp_wrapped_module" in module._modules:
+            other = "FullyShardedDataParallel"
+        if other:
+            raise ConfigError(
+                f"model: {repr(path) if path else 'it'} is wrapped in {other}, which sums gradients over the ranks "
+                "itself, as the engine does; give the module that it wraps"
+            )
+    tensors = sys.modules.get("torch.distributed.tensor")
+    for name, parameter in model.named_parameters() if tensors is not None else ():
+        if isinstance(parameter, tensors.DTensor):
+            raise ConfigError(
+                f"model: parameter {name!r} is a DTensor, which torch has shared out over ranks (fully_shard, "
+                'parallelize_module); give the whole model: "zero_optimization" and "parallel" share it out'
+            )
 
 
 def parameter_names(model: torch.nn.Module) -> dict[int, str]:

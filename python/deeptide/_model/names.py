@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""Names without what wrappers put into them: a model has the same names in torch.compile, DDP or recomputation."""
+"""Names without what wrappers put into them: a model has the same names in torch.compile or recomputation."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 import torch
 
-# The attribute under which torch.compile, torch's checkpoint wrappers and FSDP hold the module.
-_INNER = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+# The attribute under which torch.compile and torch's checkpoint wrappers hold the module.
+_INNER = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 def inner_of(module: torch.nn.Module) -> str:
     """The name of the module that a wrapper holds; empty: it is none."""
-    if isinstance(module, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
+    if isinstance(module, torch.nn.DataParallel):
         return "module"
     return next((name for name in _INNER if name in module._modules), "")
 

@@ -6,6 +6,8 @@
 #include <filesystem>
 #include <utility>
 
+#include "base/libraries/format.h"
+#include "base/log.h"
 #include "checkpoint/format/checkpoint_paths.h"
 #include "checkpoint/format/file_io.h"
 #include "checkpoint/imports/open_checkpoint.h"
@@ -70,8 +72,12 @@ std::string import_checkpoint(const std::string& source, const std::string& dire
   const Source from = source_of(checkpoint::plain_path(source), source_tag);
   const bool is_weights = from.tag == checkpoint::kWeightsTag;
   const Reader reader = checkpoint::open_checkpoint(from.directory, from.tag);
-  const checkpoint::Snapshot snapshot =
-      copy_of(reader, is_weights ? checkpoint::find_weights(from.directory).further_names : std::set<std::string>());
+  const auto weights = is_weights ? checkpoint::find_weights(from.directory) : checkpoint::WeightPlaces();
+  if (!weights.no_tensors.empty()) {
+    log(LogLevel::warning, "import of " + from.directory + ": left out, for they are no tensors: " +
+                               join_text(weights.no_tensors, ", ") + "; keep the file if you need them");
+  }
+  const checkpoint::Snapshot snapshot = copy_of(reader, weights.further_names);
   const std::string default_tag = is_weights ? "weights" : from.tag;
   const checkpoint::SaveTarget target{checkpoint::plain_path(directory), tag.empty() ? default_tag : tag,
                                       checkpoint::draw_nonce()};

@@ -134,9 +134,15 @@ void OperatorCounter::end(const at::RecordFunction& function) {
   const Open open = *found;
   open_.erase(std::next(found).base(), open_.end());  // with those that an exception has ended
   const int64_t took = now - open.begin_ns;
-  if (!open_.empty()) open_.back().within_ns += took;
+  const bool is_known = open.counted || open.has_known;
+  const bool is_uncounted = !open.is_node && !is_known && report::may_multiply(function.name());
+  if (!open_.empty()) {
+    open_.back().within_ns += took;
+    open_.back().has_known = open_.back().has_known || is_known || is_uncounted;
+  }
   if (open.is_node) return;
   OperatorUse& use = uses_[{open.module, open.backward, function.name()}];
+  use.is_uncounted = use.is_uncounted || is_uncounted;
   ++use.calls;
   use.macs += open.macs;
   use.seconds += static_cast<double>(took - open.within_ns) * 1e-9;

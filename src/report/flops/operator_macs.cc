@@ -6,6 +6,8 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/record_function.h>
 
+#include <algorithm>
+#include <initializer_list>
 #include <string_view>
 #include <unordered_map>
 
@@ -101,6 +103,12 @@ int64_t grouped_product(Inputs inputs) {
   return a.empty() || b.empty() ? 0 : product(a) * b.back();
 }
 
+/// addr(self, a (m), b (n)) and outer(a, b): every element of one meets every one of the other.
+template <size_t First>
+int64_t outer_product(Inputs inputs) {
+  return product(sizes(inputs, First)) * product(sizes(inputs, First + 1));
+}
+
 const std::unordered_map<std::string_view, Macs>& formulae() {
   static const std::unordered_map<std::string_view, Macs> kFormulae = {
       {"aten::mm", matrix_product<0>},
@@ -112,6 +120,8 @@ const std::unordered_map<std::string_view, Macs>& formulae() {
       {"aten::addmv", matrix_product<1>},
       {"aten::dot", matrix_product<0>},
       {"aten::vdot", matrix_product<0>},
+      {"aten::outer", outer_product<0>},
+      {"aten::addr", outer_product<1>},
       {"aten::_int_mm", matrix_product<0>},
       {"aten::_scaled_mm", matrix_product<0>},
       {"aten::_addmm_activation", matrix_product<1>},
@@ -135,7 +145,29 @@ const std::unordered_map<std::string_view, Macs>& formulae() {
   return kFormulae;
 }
 
+bool is_any_of(std::string_view name, std::initializer_list<std::string_view> names) {
+  return std::find(names.begin(), names.end(), name) != names.end();
+}
+
 }  // namespace
+
+bool may_multiply(std::string_view name) {
+  const size_t colons = name.find("::");
+  if (colons == std::string_view::npos) return false;  // a region of the program's, or one of autograd's nodes
+  const std::string_view library = name.substr(0, colons);
+  std::string_view rest = name.substr(colons + 2);
+  // Deeptide's own multiply by torch's, which count themselves.
+  if (library != "aten") return !is_any_of(library, {"c10d", "_c10d_functional", "deeptide", "prim", "profiler"});
+  if (rest.starts_with('_')) rest.remove_prefix(1);
+  if (rest.starts_with("linalg_")) {
+    return !is_any_of(rest, {"linalg_check_errors", "linalg_cross", "linalg_diagonal", "linalg_matrix_norm",
+                             "linalg_norm", "linalg_vecdot", "linalg_vector_norm"});
+  }
+  return rest.starts_with("fft_") || rest.starts_with("cholesky") || rest.starts_with("cdist_") ||
+         rest.starts_with("embedding_bag") || rest.starts_with("grid_sampler_") ||
+         is_any_of(rest, {"geqrf", "ormqr", "triangular_solve", "cudnn_rnn", "cudnn_rnn_backward", "miopen_rnn",
+                          "miopen_rnn_backward"});
+}
 
 int64_t macs_of(const at::RecordFunction& function) {
   const auto found = formulae().find(function.name());

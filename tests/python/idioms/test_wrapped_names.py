@@ -5,8 +5,11 @@
 import models
 import pytest
 import torch
+import torch.distributed as dist
+from conftest import run_processes
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import deeptide
 from deeptide import utils
@@ -94,3 +97,41 @@ def test_a_programs_own_module_keeps_its_name():
     assert namer(model)("module.module.weight") == "module.module.weight"
     wrapped = nn.DataParallel(model)
     assert namer(wrapped)("module.module.module.weight") == "module.module.weight"
+
+
+def in_ddp(model):
+    return nn.parallel.DistributedDataParallel(model)
+
+
+def in_fsdp(model):
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+
+
+def layer_in_fsdp(model):
+    model.layers[1] = FullyShardedDataParallel(model.layers[1], use_orig_params=True, device_id=torch.device("cpu"))
+    return model
+
+
+def fully_sharded(model):
+    return fully_shard(model)
+
+
+OTHER_ENGINES = {
+    in_ddp: "model: it is wrapped in DistributedDataParallel, which sums gradients over the ranks itself",
+    in_fsdp: "model: it is wrapped in FullyShardedDataParallel",
+    layer_in_fsdp: r"model: 'layers\.1' is wrapped in FullyShardedDataParallel.*give the module that it wraps",
+    fully_sharded: r"parameter 'layers\.0\.weight' is a DTensor.*give the whole model",
+}
+
+
+def given_to_initialize(number):
+    wrap, message = list(OTHER_ENGINES.items())[number]
+    dist.init_process_group("gloo")
+    with pytest.raises(deeptide.ConfigError, match=message):
+        deeptide.initialize(model=wrap(Net()), config=models.config(0))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("number", range(len(OTHER_ENGINES)))
+def test_a_model_that_torch_shares_out_is_refused_by_name(number):
+    run_processes(1, given_to_initialize, number)

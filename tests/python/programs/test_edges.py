@@ -296,7 +296,7 @@ def test_a_model_with_batch_norm_and_buffers_that_are_cast_trains_in_bf16(stage,
     images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
 
     def program(world):
-        engine = start(world, stage, kind=Convolutions, bf16=True, data_types={"buffer_dtype": "bf16"})
+        engine = start(world, stage, kind=Convolutions, bf16=True, data_types={"buffer_dtype": "bf16"}, dump_state=True)
         model = engine.module
         kinds = {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
         assert kinds["conv.weight"] == kinds["scale"] == kinds["shift"] == torch.bfloat16

@@ -176,3 +176,6 @@ def test_a_long_run_makes_a_small_page_that_shows_each_peak(tmp_path):
     heights = [float(point.split(",")[1]) for point in loss.split('points="')[1].split('"')[0].split()]
     assert min(heights) < 20 < sorted(heights)[2]  # one peak, at the top
     assert "minmax(min(440px, 100%), 1fr)" in page
+    rate = page[page.index("<h2>Samples per second</h2>") :]
+    labels = [text.split("<")[0] for text in rate[: rate.index("</svg>")].split('text-anchor="end">')[1:]]
+    assert len(labels) > 1 and len(set(labels)) == len(labels)  # 160 within the clock's error: an axis, not one label

@@ -24,7 +24,7 @@ constexpr const char* kWrappers[] = {"state_dict", "model", "module"};  // aroun
 
 struct Tensors {
   std::map<std::string, TorchTensor> by_name;
-  std::set<std::string> further_names;
+  std::set<std::string> further_names, no_tensors;
 };
 
 /// Safetensors begin with a length, whose bytes are "PK…" in no file that a disk could hold.
@@ -61,7 +61,10 @@ Tensors tensors_of_torch(const std::string& path) {
   for (const auto& [name, value] : state->entries) {
     if (!name->is(PickleValue::Kind::text)) continue;
     auto tensor = file.tensor(*value);
-    if (!tensor) continue;
+    if (!tensor) {
+      tensors.no_tensors.insert(name->text);
+      continue;
+    }
     const bool shared = tensor->numel() > 0 && !seen.insert({tensor->offset, tensor->shape, tensor->strides}).second;
     if (shared) tensors.further_names.insert(name->text);
     tensors.by_name.insert_or_assign(name->text, *std::move(tensor));
@@ -93,13 +96,13 @@ std::map<std::string, std::string> files_of_index(const std::string& path) {
 
 WeightPlaces places_of_file(const std::string& folder, const std::string& name) {
   Tensors found = tensors_of_file(folder + "/" + name);
-  WeightPlaces places{folder, {}, std::move(found.further_names)};
+  WeightPlaces places{folder, {}, std::move(found.further_names), std::move(found.no_tensors)};
   for (auto& [key, tensor] : found.by_name) places.tensors[key] = {name, std::move(tensor)};
   return places;
 }
 
 WeightPlaces places_of_index(const std::string& folder, const std::string& index) {
-  WeightPlaces places{folder, {}, {}};
+  WeightPlaces places{.folder = folder};
   std::map<std::string, Tensors> opened;
   for (const auto& [name, file] : files_of_index(folder + "/" + index)) {
     auto known = opened.find(file);

@@ -22,6 +22,7 @@ struct WeightPlaces {
   std::string folder;
   std::map<std::string, WeightPlace> tensors;  // by name
   std::set<std::string> further_names;         // of elements that have a name before, in the order of their file
+  std::set<std::string> no_tensors;            // entries of other kinds, which are left out
 
   std::string path_of(const WeightPlace& place) const { return folder + "/" + place.file; }
 };

@@ -32,6 +32,18 @@ def command(*words, code=0):
     return done.stdout.strip() if code == 0 else done.stderr
 
 
+def test_entries_that_are_no_tensors_are_named(tmp_path):
+    torch.save({"weight": torch.ones(2), "epoch": 3, "note": "a run"}, tmp_path / "model.pt")
+    done = subprocess.run(
+        [shutil.which("deeptide"), "checkpoint", "import", str(tmp_path / "model.pt"), str(tmp_path / "base")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "left out, for they are no tensors: epoch, note; keep the file if you need them" in done.stderr
+
+
 def load(world, folder, logits, stage, precision, how):
     """The logits are those that the weights gave, before a step and after one that changes nothing."""
     torch.set_num_threads(1)
