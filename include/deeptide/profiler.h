@@ -60,7 +60,7 @@ class DEEPTIDE_API OperatorCounter {
     int64_t bytes = 0;  // read
     bool is_view = false;
     int module = -1;
-    bool counted = false;  // its products, or a caller's, are in `macs`
+    bool counted = false;    // its products, or a caller's, are in `macs`
     bool has_known = false;  // operators that it called are counted, or named as uncounted
     bool backward = false;
     bool is_leaf = true;
@@ -81,7 +81,8 @@ struct MachinePeak {
   double flops_per_s = 0.0;  // of a large matrix product
   double bytes_per_s = 0.0;  // of a triad over tensors that no cache holds
 
-  /// Share of this peak that `flops` in `seconds` are; -1 where they are more: the measured product was not the fastest.
+  /// Share of this peak that `flops` in `seconds` are; -1 where they are more: the measured product was not the
+  /// fastest.
   double share_of(double flops, double seconds) const {
     const double share = seconds > 0.0 && flops_per_s > 0.0 ? flops / seconds / flops_per_s : -1.0;
     return share > 1.0 ? -1.0 : share;
