@@ -217,7 +217,7 @@ def test_files_that_differ_between_ranks_are_rank_0s(tmp_path):
 @pytest.mark.parametrize("way", ["base into head", "head into base"])
 @pytest.mark.parametrize("form", ["safetensors", "bin-several"])
 def test_a_base_models_weights_fit_a_model_with_a_head_and_back(tmp_path, way, form):
-    """As from_pretrained takes them: names without the head model's prefix, and with it."""
+    """Names are without the head model's prefix, or with it; from_pretrained takes both."""
     torch.manual_seed(1)
     source, target = make_model(), make_model()
     for parameter in target.parameters():
