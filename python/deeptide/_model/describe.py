@@ -37,9 +37,9 @@ def _refuse_other_engines(model: torch.nn.Module) -> None:
                 f"model: {repr(path) if path else 'it'} is wrapped in {other}, which sums gradients over the ranks "
                 "itself, as the engine does; give the module that it wraps"
             )
-    tensors = sys.modules.get("torch.distributed.tensor")
-    for name, parameter in model.named_parameters() if tensors is not None else ():
-        if isinstance(parameter, tensors.DTensor):
+    shared_out = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # not loaded: nobody has one
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, shared_out):
             raise ConfigError(
                 f"model: parameter {name!r} is a DTensor, which torch has shared out over ranks (fully_shard, "
                 'parallelize_module); give the whole model: "zero_optimization" and "parallel" share it out'
