@@ -24,8 +24,6 @@ from deeptide._engine.batches import WholeSteps
 from deeptide._engine.less_work import LessWork, Schedules
 from deeptide._engine.observed import Observed
 from deeptide._engine.offload_states import Offloading
-from deeptide._engine.rebuild import rebuild
-from deeptide._engine.snapshot import copy_of
 from deeptide._model import changes
 from deeptide._model.compiled import compile_model
 from deeptide._model.extra_state import read_extra_states
@@ -261,6 +259,8 @@ class Engine(Answers, WholeSteps, LessWork, Observed, Offloading):
         its moments; what is new begins as at initialize; what is frozen keeps no states. New parameters join the
         optimizer's group where initialize made it, else optimizer.add_param_group, which rebuilds, must have them.
         """
+        from deeptide._engine.rebuild import rebuild
+
         with self._synced():
             rebuild(self)
         if self._activations is not None:
@@ -288,6 +288,8 @@ class Engine(Answers, WholeSteps, LessWork, Observed, Offloading):
         For a thread or a forked child that evaluates or saves it while training goes on. A fork alone keeps no such
         copy: ranks of one host share the parameters, so a child sees later steps. Collective at stage 3.
         """
+        from deeptide._engine.snapshot import copy_of
+
         return copy_of(self.module)
 
     def train(self, mode: bool = True) -> Engine:

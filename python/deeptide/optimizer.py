@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from deeptide import _C
-from deeptide._engine.rebuild import group_to_add
 from deeptide._optimizers import given as given_optimizer
 from deeptide._optimizers.groups import OptimizerPlan, ParamGroup
 from deeptide._optimizers.live_groups import LiveGroups
@@ -102,6 +101,8 @@ class DeeptideOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: ParamGroup) -> None:
         """Adds a group and rebuilds the engine, as `engine.rebuild()`: between steps. Collective."""
+        from deeptide._engine.rebuild import group_to_add
+
         if not hasattr(self, "_live"):
             # torch's own would import its compiler (seconds) to check what the plan has checked.
             self.param_groups.append(param_group)

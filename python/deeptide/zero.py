@@ -9,35 +9,27 @@ import enum
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
 from deeptide import _C
-from deeptide._forecast.estimates import (
-    estimate_zero2_model_states_mem_needs as estimate_zero2_model_states_mem_needs,
-)
-from deeptide._forecast.estimates import (
-    estimate_zero2_model_states_mem_needs_all_cold as estimate_zero2_model_states_mem_needs_all_cold,
-)
-from deeptide._forecast.estimates import (
-    estimate_zero2_model_states_mem_needs_all_live as estimate_zero2_model_states_mem_needs_all_live,
-)
-from deeptide._forecast.estimates import (
-    estimate_zero3_model_states_mem_needs as estimate_zero3_model_states_mem_needs,
-)
-from deeptide._forecast.estimates import (
-    estimate_zero3_model_states_mem_needs_all_cold as estimate_zero3_model_states_mem_needs_all_cold,
-)
-from deeptide._forecast.estimates import (
-    estimate_zero3_model_states_mem_needs_all_live as estimate_zero3_model_states_mem_needs_all_live,
-)
 from deeptide._model import changes, tensor_methods
 
 # parameter -> its place in an order that all ranks have: that of construction inside Init, then of engines.
 _places = WeakIdKeyDictionary()
 _next_place = itertools.count()
+
+
+def __getattr__(name: str) -> Any:
+    """DeepSpeed's estimates, which few programs ask for."""
+    if name.startswith("estimate_zero"):
+        from deeptide._forecast import estimates
+
+        return getattr(estimates, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class ZeroParamStatus(enum.Enum):

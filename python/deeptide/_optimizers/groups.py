@@ -14,8 +14,6 @@ import torch
 
 from deeptide import _C
 from deeptide._C import Config, ConfigError, HyperparameterInfo, Hyperparameters, OptimizerInfo
-from deeptide._optimizers.muon import muon_groups
-from deeptide._optimizers.trial import kept_elsewhere, name_of, why_whole
 from deeptide._process.log import say
 
 if TYPE_CHECKING:
@@ -334,6 +332,7 @@ def _plan_of_own(
 ) -> OptimizerPlan:
     """The plan for an optimizer that no kernel of ours replaces: it steps what the engine lends it."""
     from deeptide._optimizers.custom import PartStepper  # which needs this module
+    from deeptide._optimizers.trial import kept_elsewhere, name_of, why_whole
 
     groups = optimizer.param_groups
     named = name_groups(groups, model_names, others)
@@ -399,6 +398,8 @@ def plan_optimizer(
     _check_keys(groups, info, extra_keys=extra_keys)
     _check_numbers(groups, info)
     if "use_muon" in keys_of(info):
+        from deeptide._optimizers.muon import muon_groups
+
         groups, others = muon_groups(groups, model, bool(config.optimizer.defaults["use_muon"]), others)
     named = name_groups(groups, model_names, others)
     plan = OptimizerPlan(info, groups, named, every=given is None, extra_keys=extra_keys)
