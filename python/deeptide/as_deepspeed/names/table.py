@@ -487,7 +487,6 @@ ENGINE: dict[str, str] = {
     "load_moe_state_dict": _MOE,
     "losses": "keep the losses that engine() returns",
     "summary_events": "engine.monitor writes them; deepspeed.monitor has the classes",
-    "coalesce_grad_reduction": "gradients are always reduced in whole units; leave it out",
     "allreduce_gradients": "gradients are reduced by engine.step()",
     "register_compile_pass": "there is no DeepCompile; engine.compile() compiles the model",
     "get_sequence_parallel_group": _SEQUENCE,
