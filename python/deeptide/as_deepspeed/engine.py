@@ -133,11 +133,16 @@ class DeepSpeedEngine(EngineAttributes, EngineAnswers, BatchSizeMethods, Engine,
         super().backward(self._scaled_loss(loss), retain_graph, scale_wrt_gas)
         return loss.detach() / self._accumulation if scale_wrt_gas else loss.detach()
 
+    def _backward_epilogue(self) -> None:
+        """Has no effect after loss.backward(): gradients are taken as autograd makes them, and reduced by step()."""
+
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> StepOutcome:
         """Ends the micro-batch; at an accumulation boundary steps. Errors: NoSyncError inside no_sync."""
-        if self._in_no_sync or self._coalesces:
-            context = "coalesce_grad_reduction, a no_sync context" if self._coalesces else "no_sync"
-            raise NoSyncError(f"step() inside {context}: leave the context first, then call step()")
+        cure = "leave it first, then call step()"
+        if self._in_no_sync:
+            raise NoSyncError(f"It is illegal to call Engine.step() inside no_sync context manager: {cure}")
+        if self._coalesces:
+            raise NoSyncError(f"Engine.step() inside coalesce_grad_reduction, which is a no_sync context: {cure}")
         self._check_scaled()
         at_boundary = self.is_gradient_accumulation_boundary()
         outcome = super().step(lr_kwargs)
@@ -261,6 +266,8 @@ class DeepSpeedEngine(EngineAttributes, EngineAnswers, BatchSizeMethods, Engine,
             client_state = client_sd
         if self.global_rank == 0 and save_dir:
             consolidate.write_script(save_dir)  # before the collectives: afterwards it is there for every rank
+        if tag is not None and self.checkpoint_tag_validation_fail():
+            _client_state.check_tag(str(tag))
         state = _client_state.packed(client_state)
         return super().save_checkpoint(save_dir, tag, state, save_latest, exclude_frozen_parameters, blocking, contents)
 

@@ -165,3 +165,33 @@ def test_one_and_zero_are_true_and_false():
         "zero_allow_untested_optimizer: 1 taken as true",
         "zero_optimization.overlap_comm: 0 taken as false",
     ]
+
+
+def check_tags(folder):
+    _, engine, *_ = start(0, checkpoint={"tag_validation": "Fail"})
+    with pytest.raises(AssertionError, match="the ranks give tag-0, tag-1; give one tag"):
+        engine.save_checkpoint(folder, tag=f"tag-{engine.global_rank}")
+    engine.save_checkpoint(folder, tag="same")
+
+
+def test_tags_that_differ_are_an_assertion_where_the_configuration_asks(tmp_path):
+    run_processes(2, check_tags, str(tmp_path))
+
+
+def test_batch_sizes_beside_elasticity_are_its_error():
+    interface()
+    from deepspeed import DeepSpeedConfig
+    from deepspeed.elasticity.config import ElasticityError
+
+    section = {"enabled": True, "max_train_batch_size": 4, "micro_batch_sizes": [1, 2, 3, 4], "version": 0.1}
+    with pytest.raises(ElasticityError, match="train_batch_size"):
+        DeepSpeedConfig({"train_batch_size": 2, "elasticity": section})
+
+
+def test_options_that_do_not_fit_are_a_value_error(capfd):
+    interface()
+    from deepspeed.launcher import runner
+
+    with pytest.raises(ValueError, match="2"):
+        runner.main(["--num_nodes", "1", "-i", "localhost", "foo.py"])
+    assert "include" in capfd.readouterr().err

@@ -22,6 +22,7 @@ from deeptide._process.log import say
 from deeptide.as_deepspeed.config.values import dict_raise_error_on_duplicate_keys, value_at
 from deeptide.as_deepspeed.names import surface
 from deeptide.config import load_config
+from deeptide.elasticity import ElasticityConfigError
 
 ADAM_OPTIMIZER = "adam"
 ADAMW_OPTIMIZER = "adamw"
@@ -246,7 +247,12 @@ def read_config(config: Any, args: object = None) -> tuple[dict[str, Any], Confi
     if os.environ.get("RANK", "0") == "0":
         for line in lines:
             say(f"as deepspeed: {line}")
-    return given, load_config(translated)
+    try:
+        return given, load_config(translated)
+    except ConfigError as error:
+        if value_at(given, "elasticity.enabled", False) and "elastic" in str(error):
+            raise ElasticityConfigError(str(error)) from None
+        raise
 
 
 def counted_once(given: dict[str, Any], config: Config, ranks: int) -> Config:
