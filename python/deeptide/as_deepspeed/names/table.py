@@ -420,6 +420,7 @@ MODULES: dict[str, dict[str, Name]] = {
         **{name: _ZERO[name] for name in ("Init", "GatheredParameters", "ZeroParamStatus", "ZeroParamType")},
         "register_external_parameter": _ZERO["register_external_parameter"],
         "get_accelerator": _TOP["get_accelerator"],
+        "_contradicting_single_rank_pg_error": ours("checkpoint.parameters:_contradicting_single_rank_pg_error"),
         "zero_wrapper_for_fp_tensor_constructor": differs(
             "checkpoint.parameters:unchanged_constructor", "returns the constructor"
         ),
@@ -428,6 +429,7 @@ MODULES: dict[str, dict[str, Name]] = {
             for name in ("arange", "empty", "eye", "full", "ones", "randn", "tensor", "zeros")
         },
     },
+    "deepspeed.runtime.zenflow.zenflow_config": {"ZenFlowConfig": absent(_ZENFLOW)},
     "deepspeed.runtime.zero.stage3": {
         "DeepSpeedZeroOptimizer_Stage3": ours("training.optimizers:DeepSpeedZeroOptimizer_Stage3"),
         "unwrap_model_for_generation": _ZERO["unwrap_model_for_generation"],
