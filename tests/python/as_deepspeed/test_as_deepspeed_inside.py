@@ -195,3 +195,24 @@ def test_options_that_do_not_fit_are_a_value_error(capfd):
     with pytest.raises(ValueError, match="2"):
         runner.main(["--num_nodes", "1", "-i", "localhost", "foo.py"])
     assert "include" in capfd.readouterr().err
+
+
+def check_shared_loss():
+    """One loss of two engines, and the call that ends its backward: both take the steps that their own losses give."""
+    shared = [start(2)[1] for _ in range(2)]
+    alone = start(2)[1]
+    for step in range(2):
+        tokens, targets = models.batches(step + 1, 8)[step]
+        rows = slice(2 * alone.global_rank, 2 * alone.global_rank + 2)
+        sum(engine.module(tokens[rows], targets[rows]) for engine in shared).backward()
+        for engine in shared:
+            engine._backward_epilogue()
+            engine.step()
+        alone.backward(alone(tokens[rows], targets[rows]))
+        alone.step()
+    for engine in shared:
+        assert all(map(torch.equal, engine.module.parameters(), alone.module.parameters()))
+
+
+def test_engines_may_share_a_loss():
+    run_processes(2, check_shared_loss)
