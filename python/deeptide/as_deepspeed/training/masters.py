@@ -17,7 +17,7 @@ _WRITES = {"__setitem__", "__set__", "__delitem__", "resize_as_", "set_"}
 
 def _storage(tensor: torch.Tensor) -> int:
     with torch._C.DisableTorchFunctionSubclass():
-        return tensor.untyped_storage()._cdata
+        return int(tensor.untyped_storage()._cdata)
 
 
 class MasterCopy(torch.Tensor):
@@ -36,7 +36,7 @@ class MasterCopy(torch.Tensor):
                 f"{name or func} writes into a copy of the optimizer's masters, which would change nothing: write them "
                 "by deepspeed.utils.safe_set_full_fp32_param or safe_set_local_fp32_param"
             )
-        made = super().__torch_function__(func, types, args, kwargs or {})
+        made = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call, unused-ignore]
         held = {_storage(each) for each in tree_leaves((args, kwargs)) if isinstance(each, cls)}
         return tree_map(lambda each: each if _is_view(each, held) else _plain(each), made)
 
