@@ -22,7 +22,6 @@ from deeptide._process.log import say
 from deeptide.as_deepspeed.config.values import dict_raise_error_on_duplicate_keys, value_at
 from deeptide.as_deepspeed.names import surface
 from deeptide.config import load_config
-from deeptide.elasticity import ElasticityConfigError
 
 ADAM_OPTIMIZER = "adam"
 ADAMW_OPTIMIZER = "adamw"
@@ -251,6 +250,8 @@ def read_config(config: Any, args: object = None) -> tuple[dict[str, Any], Confi
         return given, load_config(translated)
     except ConfigError as error:
         if value_at(given, "elasticity.enabled", False) and "elastic" in str(error):
+            from deeptide.elasticity import ElasticityConfigError
+
             raise ElasticityConfigError(str(error)) from None
         raise
 

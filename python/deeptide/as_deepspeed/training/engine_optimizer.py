@@ -14,7 +14,6 @@ import torch
 
 from deeptide import utils
 from deeptide.as_deepspeed.names import surface
-from deeptide.as_deepspeed.training import masters
 from deeptide.optimizer import DeeptideOptimizer
 
 _ZERO_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
@@ -75,6 +74,8 @@ class EngineOptimizer(DeeptideOptimizer):
         if name in _ANSWERS and self.__dict__.get("_engine") is not None:
             return _ANSWERS[name](self._live_engine())
         if name in _FLAT and self.__dict__.get("_engine") is not None and _FLAT[name](self._live_engine()):
+            from deeptide.as_deepspeed.training import masters
+
             return [masters.flat(group) for group in self.bit16_groups]
         for key in (_ZERO_3, _ZERO_12):
             refused = surface.refused(key, name, _INSIDE)
