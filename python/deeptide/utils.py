@@ -70,7 +70,8 @@ def engine_of(param: Tensor) -> Engine | None:
     return engine
 
 
-def _owner(param: Tensor) -> tuple[Engine, str]:
+def owner(param: Tensor) -> tuple[Engine, str]:
+    """The living engine that has this parameter, and its name there. Errors: ConfigError without one."""
     reference, name = _owners.get(param, (lambda: None, None))
     engine: Engine | None = reference()
     if engine is None:
@@ -79,12 +80,12 @@ def _owner(param: Tensor) -> tuple[Engine, str]:
 
 
 def _place(param: Tensor) -> tuple[_C.Engine, str]:
-    engine, name = _owner(param)
+    engine, name = owner(param)
     return engine._core, name
 
 
 def _role(param: Tensor, optim_state_key: str) -> str:
-    optimizer = _owner(param)[0].optimizer
+    optimizer = owner(param)[0].optimizer
     if optimizer is not None and _C.find_optimizer(optimizer.info.name) is None:
         return optim_state_key  # the caller's own optimizer: the names are its
     if optimizer is not None and optim_state_key in optimizer.info.state_roles():

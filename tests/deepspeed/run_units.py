@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -23,7 +24,16 @@ def expected() -> tuple[dict[str, int], set[str]]:
     return {words[0]: int(words[1]) for words in files}, {words[0] for words in files if words[2:] == ["all"]}
 
 
-def run(tests: Path, file: str, most: str) -> tuple[dict[str, int], str]:
+def command_folder(folder: Path) -> str:
+    """A folder with the command `deepspeed`, as the package of this interface has it."""
+    code = "from deeptide.as_deepspeed.commands import launch; launch()"
+    path = folder / "deepspeed"
+    path.write_text(f"#!{sys.executable}\n{code}\n")
+    path.chmod(0o755)
+    return str(folder)
+
+
+def run(tests: Path, file: str, most: str, commands: str) -> tuple[dict[str, int], str]:
     """(how many tests ended how; the output). `most`: cases of a function that run; "": all."""
     variables = {
         "MOST": most,
@@ -34,6 +44,7 @@ def run(tests: Path, file: str, most: str) -> tuple[dict[str, int], str]:
         "HF_HUB_OFFLINE": "1",
         "LOCAL_SIZE": "4",  # else tests of two ranks are skipped: the CPU counts as one device
         "OMP_NUM_THREADS": "1",
+        "PATH": os.pathsep.join([commands, os.environ["PATH"]]),
         "PYTEST_ADDOPTS": "-p units_plugin -p no:cacheprovider -p no:xdist --color=no",
         "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(HERE)]),
     }
@@ -67,8 +78,11 @@ def main(words: list[str]) -> int:
     least, whole = expected()
     worse = 0
     logs = Path(os.environ.get("LOGS", "."))
+    folder = tempfile.TemporaryDirectory()
+    commands = command_folder(Path(folder.name))
     for file in words[1:] or least:
-        counts, output = run(Path(words[0]) / "tests", file, "" if file in whole else os.environ.get("MOST", ""))
+        most = "" if file in whole else os.environ.get("MOST", "")
+        counts, output = run(Path(words[0]) / "tests", file, most, commands)
         if "LOGS" in os.environ:
             (logs / f"{file.replace('/', '_')}.log").write_text(output)
         passed = counts.pop("passed", 0)

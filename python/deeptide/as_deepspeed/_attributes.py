@@ -55,6 +55,7 @@ class EngineAttributes:
         given_config: dict[str, Any]
         _grid: Any
         _in_no_sync: bool
+        _coalesces: bool
         dp_world_size: int
 
         def train_batch_size(self) -> int: ...
@@ -101,8 +102,8 @@ class EngineAttributes:
 
     @property
     def inside_no_sync_ctxt(self) -> bool:
-        """Whether no_sync() is entered."""
-        return self._in_no_sync
+        """Whether no_sync() or coalesce_grad_reduction() is entered."""
+        return self._in_no_sync or self._coalesces
 
     @staticmethod
     def is_map_style_dataset(obj: object) -> bool:

@@ -58,11 +58,15 @@ def launch(args: Sequence[str] | None = None) -> NoReturn:
     _become(["--as-deepspeed", *_words(args)])
 
 
+class OptionsError(SystemExit, ValueError):
+    """Options that do not fit: the command prints what is wrong, and DeepSpeed raises ValueError."""
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """deepspeed.launcher.runner.main: starts ranks and waits for them. Errors: SystemExit with their exit code."""
     code = _run(["--as-deepspeed", *_words(args)])
     if code:
-        sys.exit(code)
+        raise OptionsError(code) if code == 2 else SystemExit(code)
 
 
 def report(args: Sequence[str] | None = None) -> NoReturn:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -69,6 +70,7 @@ class DeepSpeedEngine(EngineAttributes, EngineAnswers, BatchSizeMethods, Engine,
         self.given_config = {}
         self.training = model.training
         self._clean = True  # no gradient since the last step, as far as this engine saw
+        self._coalesces = False  # coalesce_grad_reduction() is entered
         self.parameter_offload: OffloadStandIn | None = None
         self._make_timer()
         if self.tensor_team is not None and dist.is_initialized():
@@ -131,10 +133,16 @@ class DeepSpeedEngine(EngineAttributes, EngineAnswers, BatchSizeMethods, Engine,
         super().backward(self._scaled_loss(loss), retain_graph, scale_wrt_gas)
         return loss.detach() / self._accumulation if scale_wrt_gas else loss.detach()
 
+    def _backward_epilogue(self) -> None:
+        """Has no effect after loss.backward(): gradients are taken as autograd makes them, and reduced by step()."""
+
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> StepOutcome:
         """Ends the micro-batch; at an accumulation boundary steps. Errors: NoSyncError inside no_sync."""
+        cure = "leave it first, then call step()"
         if self._in_no_sync:
-            raise NoSyncError("step() inside no_sync: leave the context first, then call backward() and step()")
+            raise NoSyncError(f"It is illegal to call Engine.step() inside no_sync context manager: {cure}")
+        if self._coalesces:
+            raise NoSyncError(f"Engine.step() inside coalesce_grad_reduction, which is a no_sync context: {cure}")
         self._check_scaled()
         at_boundary = self.is_gradient_accumulation_boundary()
         outcome = super().step(lr_kwargs)
@@ -151,12 +159,30 @@ class DeepSpeedEngine(EngineAttributes, EngineAnswers, BatchSizeMethods, Engine,
                 f"the no_sync context manager is incompatible with ZeRO stage {self.zero_optimization_stage()}, which "
                 "shards the gradients; use stage 0 or 1"
             )
-        if self._in_no_sync:
+        if self._in_no_sync or self._coalesces:
             raise NoSyncError("no_sync context manager reentry is unsupported; leave the outer one first")
         with super().no_sync():
             yield
         if not self._core.closed:
             self._tell_boundary()
+
+    @contextlib.contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Around all backward() of one step, at stages 1 to 3. Gradients are the same as without it.
+
+        They travel as the stage has them travel: at stage 1 in step(), at 2 and 3 in each backward(), since no rank
+        has memory for all of them. Errors: NotSupportedError elsewhere, NoSyncError inside another such context.
+        """
+        if self.pipeline_parallelism or self.zero_optimization_stage() == 0:
+            where = "under pipeline parallelism" if self.pipeline_parallelism else "at ZeRO stage 0; use 1, 2 or 3"
+            raise NotSupportedError(f"coalesce_grad_reduction is not supported {where}")
+        if self._in_no_sync or self._coalesces:
+            raise NoSyncError("coalesce_grad_reduction cannot be nested inside another no_sync context")
+        self._coalesces = True
+        try:
+            yield
+        finally:
+            self._coalesces = False
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """True or False overrides the counter until None gives it back."""
@@ -240,6 +266,8 @@ class DeepSpeedEngine(EngineAttributes, EngineAnswers, BatchSizeMethods, Engine,
             client_state = client_sd
         if self.global_rank == 0 and save_dir:
             consolidate.write_script(save_dir)  # before the collectives: afterwards it is there for every rank
+        if tag is not None and self.checkpoint_tag_validation_fail():
+            _client_state.check_tag(str(tag))
         state = _client_state.packed(client_state)
         return super().save_checkpoint(save_dir, tag, state, save_latest, exclude_frozen_parameters, blocking, contents)
 
@@ -265,6 +293,13 @@ class DeepSpeedEngine(EngineAttributes, EngineAnswers, BatchSizeMethods, Engine,
         )
         self._clean = True
         return path, _client_state.unpacked(state)
+
+    _change_recovery_script_permissions = staticmethod(consolidate.make_executable)
+
+    def _get_optimizer_ckpt_name(self, checkpoints_path: Any, tag: object, expp_rank: int) -> str:
+        """The file of experts' optimizer states in a checkpoint that DeepSpeed wrote; ours has no such file."""
+        name = f"expp_rank_{expp_rank}_mp_rank_{self.get_model_parallel_rank():02d}_optim_states.pt"
+        return os.path.join(checkpoints_path, str(tag), name)
 
     @property
     def loaded_checkpoint_dp_world_size(self) -> None:

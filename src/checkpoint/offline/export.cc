@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/libraries/nlohmann.h"
+#include "checkpoint/format/checkpoint_paths.h"
 #include "checkpoint/format/file_io.h"
 #include "checkpoint/format/json_field.h"
 #include "checkpoint/offline/writers/file_writer.h"
@@ -54,10 +55,11 @@ void remove_former(const std::string& folder, const Naming& naming, const std::v
   }
 }
 
-/// A path at which an export grows, and at which nothing stays.
+/// A path at which an export grows, and at which nothing stays. Its own: ranks may all export into one folder.
 class Growing {
  public:
-  explicit Growing(std::string path) : path_(std::move(path)) { checkpoint::remove_quietly(path_); }
+  explicit Growing(const std::string& path)
+      : path_(path + "." + checkpoint::nonce_text(checkpoint::draw_nonce()) + ".tmp") {}
   Growing(const Growing&) = delete;
   ~Growing() { checkpoint::remove_quietly(path_); }
   const std::string& path() const { return path_; }
@@ -69,7 +71,7 @@ class Growing {
 std::vector<std::string> export_universal(const CheckpointReader& reader, const std::string& folder,
                                           const CheckpointProgress& progress) {
   const std::string tag = std::filesystem::path(reader.folder() + "/").parent_path().filename().string();
-  const Growing growing(folder + "/" + tag + ".tmp");
+  const Growing growing(folder + "/" + tag);
   checkpoint::write_universal_folder(reader, growing.path(), progress);
   const std::string former = checkpoint::replace_folder(growing.path(), folder + "/" + tag);
   if (!former.empty()) checkpoint::remove_quietly(former);
@@ -80,7 +82,7 @@ std::vector<std::string> export_universal(const CheckpointReader& reader, const 
 
 std::vector<std::string> export_dcp(const CheckpointReader& reader, const std::string& folder,
                                     const CheckpointProgress& progress) {
-  const Growing growing(folder + "/export.tmp");
+  const Growing growing(folder + "/export");
   checkpoint::make_folders(growing.path());
   const auto names = checkpoint::write_dcp_folder(reader, growing.path(), progress);
   // Between the moves there is no checkpoint, and at no time one with another's data.
@@ -134,7 +136,7 @@ std::vector<std::string> export_checkpoint(const CheckpointReader& reader, const
   for (size_t i = 0; i < files.size(); ++i) {
     names.push_back(file_name(naming, i, files.size()));
     const std::string path = folder + "/" + names.back();
-    const Growing growing(path + ".tmp");  // a former file stays whole until this one is
+    const Growing growing(path);  // a former file stays whole until this one is
     (safe ? checkpoint::write_safetensors_file : checkpoint::write_torch_file)(reader, files[i], growing.path(), meter);
     checkpoint::move_path(growing.path(), path);
   }

@@ -10,8 +10,23 @@ import json
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+from deeptide._C import CheckpointError
 
 _PICKLED = "deepspeed_client_state"
+
+
+class TagError(CheckpointError, AssertionError):
+    """Tags that differ, for which DeepSpeed raises AssertionError where "tag_validation" is "fail"."""
+
+
+def check_tag(tag: str) -> None:
+    """Errors: TagError on every rank, unless all were given the same tag. Collective."""
+    tags: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(tags, tag)
+    if len(set(tags)) > 1:
+        raise TagError(f"save_checkpoint(tag={tag!r}): the ranks give {', '.join(sorted(set(tags)))}; give one tag")
 
 
 def _comes_back(state: dict[str, Any]) -> bool:

@@ -9,6 +9,7 @@ import contextlib
 import glob
 import os
 import re
+import stat
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from deeptide import checkpoint
 from deeptide._C import CheckpointReader
 from deeptide._model.extra_state import read_extra_states
 from deeptide._model.names import namer
+from deeptide.as_deepspeed.helpers.logging import logger
 
 if TYPE_CHECKING:
     from deeptide.as_deepspeed.engine import DeepSpeedEngine
@@ -57,6 +59,15 @@ def write_script(save_dir: Any) -> None:
         if not os.path.exists(path):
             with open(path, "w", encoding="utf-8") as file:
                 file.write(_SCRIPT)
+            make_executable(path)
+
+
+def make_executable(path: Any) -> None:
+    """So that the script runs as a command; on a share that has no permissions it is only said."""
+    try:
+        os.chmod(path, os.stat(path).st_mode | stat.S_IEXEC)
+    except (FileNotFoundError, PermissionError) as error:
+        logger.info(f"could not change permissions of {path}: {error}; it is kept as it is")
 
 
 # -- of an engine -------------------------------------------------------------------------------------------------

@@ -5,12 +5,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from deeptide import zero
+from deeptide._C import CommError
 from deeptide.zero import ZeroParamStatus
 
 
@@ -42,6 +45,19 @@ def is_zero_param(parameter: torch.Tensor) -> bool:
     return "ds_id" in getattr(parameter, "__dict__", {})
 
 
+def _contradicting_single_rank_pg_error(
+    dp_world_size: int, explicit_process_group: object, env: Mapping[str, str | None] | None = None
+) -> str | None:
+    """What to say where the default process group has one rank, and the launcher started more; else None."""
+    world = str((os.environ if env is None else env).get("WORLD_SIZE"))
+    if dp_world_size != 1 or explicit_process_group is not None or not world.isdigit() or int(world) < 2:
+        return None
+    return (
+        f"zero.Init: torch's default process group has 1 rank, but the launcher says WORLD_SIZE={world}: something "
+        "made it for a world of one. Call deepspeed.init_distributed() before anything that makes a process group"
+    )
+
+
 class Init(zero.Init):
     """deeptide.zero.Init, with the default process group, which loading code expects, and the marks."""
 
@@ -50,6 +66,10 @@ class Init(zero.Init):
 
         if kwargs.get("enabled", True):
             init_distributed()
+            group = kwargs.get("data_parallel_group") or kwargs.get("sequence_data_parallel_group")
+            wrong = _contradicting_single_rank_pg_error(dist.get_world_size(), group)
+            if wrong:
+                raise CommError(wrong)
         super().__init__(*args, **kwargs)
 
     def _take(self, parameters: Iterable[torch.Tensor]) -> None:

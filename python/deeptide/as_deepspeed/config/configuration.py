@@ -119,10 +119,23 @@ def _parse(text: str, origin: str) -> dict[str, Any]:
         except ConfigError:
             raise
         except ValueError:
-            value = Config.from_text(text, origin) and {}
+            value = _hjson(text)
+            value = Config.from_text(text, origin) and {} if value is None else value
     if not isinstance(value, dict):
         raise ConfigError(f"{origin}: expected an object of keys in braces")
     return value
+
+
+def _hjson(text: str) -> Any:
+    """The text as Hjson, which DeepSpeed reads, too; None without its package, or if it is none."""
+    try:
+        import hjson  # type: ignore[import-not-found, unused-ignore]
+
+        return hjson.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)
+    except (ModuleNotFoundError, ValueError) as error:
+        if isinstance(error, ConfigError):  # keys that are there twice
+            raise
+        return None
 
 
 @functools.cache
@@ -143,6 +156,23 @@ def _set_dotted(config: dict[str, Any], key: str, value: Any) -> str:
         value = int(value)
     at[leaf] = value
     return f"{key}: taken as {'.'.join(sections)}: {leaf} = {value}"
+
+
+_BOOLEAN = {"boolean", "integer", "number"}
+
+
+def _with_booleans(config: dict[str, Any], keys: dict[str, Any], section: str = "") -> list[str]:
+    """Writes true and false where a configuration has 1 and 0 for them, as DeepSpeed reads them."""
+    lines = []
+    for key, value in config.items():
+        forms = keys[key].get("anyOf", [keys[key]]) if isinstance(keys.get(key), dict) else []
+        if isinstance(value, dict):
+            inner: dict[str, Any] = next((form["properties"] for form in forms if "properties" in form), {})
+            lines += _with_booleans(value, inner, f"{section}{key}.")
+        elif type(value) is int and value in (0, 1) and {form.get("type") for form in forms} & _BOOLEAN == {"boolean"}:
+            config[key] = bool(value)
+            lines.append(f"{section}{key}: {value} taken as {str(bool(value)).lower()}")
+    return lines
 
 
 def _without_cpu_offload(config: dict[str, Any]) -> list[str]:
@@ -197,6 +227,7 @@ def translate(given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         if key not in _schema() and not key.startswith(("_", "//")):
             del config[key]
             lines.append(f"{key}: dropped, a key that DeepSpeed ignores as well")
+    lines += _with_booleans(config, _schema())
     lines += _switch_on_around(config)
     if not torch.cuda.is_available():
         lines += _without_cpu_offload(config)
@@ -215,7 +246,14 @@ def read_config(config: Any, args: object = None) -> tuple[dict[str, Any], Confi
     if os.environ.get("RANK", "0") == "0":
         for line in lines:
             say(f"as deepspeed: {line}")
-    return given, load_config(translated)
+    try:
+        return given, load_config(translated)
+    except ConfigError as error:
+        if value_at(given, "elasticity.enabled", False) and "elastic" in str(error):
+            from deeptide.elasticity import ElasticityConfigError
+
+            raise ElasticityConfigError(str(error)) from None
+        raise
 
 
 def counted_once(given: dict[str, Any], config: Config, ranks: int) -> Config:
@@ -272,6 +310,10 @@ _VALUES: dict[str, tuple[str, Any]] = {
         ("zero_force_ds_cpu_optimizer", "", True),
     )
 }
+
+
+class BatchSizeError(ConfigError, AssertionError):
+    """Batch sizes that do not fit, for which DeepSpeed raises AssertionError."""
 
 
 class DeepSpeedConfig:
@@ -341,6 +383,17 @@ class DeepSpeedConfig:
     def global_rank(self) -> int:
         """This rank's number."""
         return int(os.environ.get("RANK", "0"))
+
+    def _configure_train_batch_size(self) -> None:
+        """Works out the sizes that are None from the others. Errors: BatchSizeError if they do not fit."""
+        names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        given = {name: size for name in names if (size := getattr(self, name)) is not None}
+        try:
+            sizes = load_config(given).batch_sizes(self.world_size)
+        except ConfigError as error:
+            raise BatchSizeError(str(error)) from None
+        for name, size in zip(names, (sizes.train, sizes.micro, sizes.accumulation)):
+            setattr(self, name, size)
 
     def print_user_config(self) -> None:
         """Prints what was given."""

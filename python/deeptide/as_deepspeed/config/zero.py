@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from deeptide._C import ConfigError
 from deeptide.as_deepspeed.config.configuration import OffloadDeviceEnum, ZeroStageEnum
+from deeptide.as_deepspeed.helpers.logging import logger
 
 _BILLION = 1_000_000_000
 MIN_SWAPPABLE_BYTES = 1 << 20
@@ -193,6 +194,8 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
             self.stage = ZeroStageEnum(values["stage"])
         except ValueError:
             raise ConfigError(f"zero_optimization.stage: got {values['stage']!r}, expected 0, 1, 2 or 3") from None
+        if self.stage == ZeroStageEnum.weights and values["elastic_checkpoint"]:
+            logger.warning("ZeRO-3 elastic checkpointing is deprecated: any world loads any checkpoint; leave it out")
         for name, kind in (
             ("offload_param", DeepSpeedZeroOffloadParamConfig),
             ("offload_optimizer", DeepSpeedZeroOffloadOptimizerConfig),
@@ -202,6 +205,8 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
                 values[name] = {"device": "cpu"}
             if isinstance(values[name], dict):
                 values[name] = kind(**values[name])
+            elif not isinstance(values[name], (kind, type(None))):
+                raise invalid(kind, f"zero_optimization.{name}: got {values[name]!r}, expected an object")
         if not isinstance(values["leaf_module"], DeepSpeedZeroLeafModuleConfig):
             values["leaf_module"] = DeepSpeedZeroLeafModuleConfig(**(values["leaf_module"] or {}))
         if values["overlap_comm"] is None:

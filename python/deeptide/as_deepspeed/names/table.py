@@ -420,6 +420,7 @@ MODULES: dict[str, dict[str, Name]] = {
         **{name: _ZERO[name] for name in ("Init", "GatheredParameters", "ZeroParamStatus", "ZeroParamType")},
         "register_external_parameter": _ZERO["register_external_parameter"],
         "get_accelerator": _TOP["get_accelerator"],
+        "_contradicting_single_rank_pg_error": ours("checkpoint.parameters:_contradicting_single_rank_pg_error"),
         "zero_wrapper_for_fp_tensor_constructor": differs(
             "checkpoint.parameters:unchanged_constructor", "returns the constructor"
         ),
@@ -428,6 +429,7 @@ MODULES: dict[str, dict[str, Name]] = {
             for name in ("arange", "empty", "eye", "full", "ones", "randn", "tensor", "zeros")
         },
     },
+    "deepspeed.runtime.zenflow.zenflow_config": {"ZenFlowConfig": absent(_ZENFLOW)},
     "deepspeed.runtime.zero.stage3": {
         "DeepSpeedZeroOptimizer_Stage3": ours("training.optimizers:DeepSpeedZeroOptimizer_Stage3"),
         "unwrap_model_for_generation": _ZERO["unwrap_model_for_generation"],
@@ -487,7 +489,6 @@ ENGINE: dict[str, str] = {
     "load_moe_state_dict": _MOE,
     "losses": "keep the losses that engine() returns",
     "summary_events": "engine.monitor writes them; deepspeed.monitor has the classes",
-    "coalesce_grad_reduction": "gradients are always reduced in whole units; leave it out",
     "allreduce_gradients": "gradients are reduced by engine.step()",
     "register_compile_pass": "there is no DeepCompile; engine.compile() compiles the model",
     "get_sequence_parallel_group": _SEQUENCE,

@@ -150,6 +150,10 @@ class PipelineParallelGrid:
         self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
         self._make_groups()
 
+    def _is_grid_valid(self) -> bool:
+        """Whether the topology has a place for each rank; __init__ raises where it has not."""
+        return self._topo.world_size() == dist.get_world_size()
+
     def _mine(self, lists: list[list[int]]) -> tuple[list[int], Any]:
         """This rank's list and its group; all ranks make all groups in one order."""
         mine: tuple[list[int], Any] | None = None

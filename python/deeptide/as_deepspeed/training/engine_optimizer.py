@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer that deepspeed.initialize returns: public attributes of DeepSpeed's ZeRO optimizers besides torch's.
 
-Their flat buffers and buckets are refused by name: the engine keeps shards elsewhere, and reduces by itself.
+Flat masters are copies to read. Other buffers and buckets are refused by name: the engine keeps and reduces its own.
 """
 
 from __future__ import annotations
@@ -58,6 +58,14 @@ _ANSWERS: dict[str, Callable[[Any], Any]] = {
     "zero_stage_string": lambda engine: f"ZeRO-{engine.zero_optimization_stage()}",
 }
 
+# The flat masters: of which stages, and with which types. Copies: a write is an error.
+_FLAT: dict[str, Callable[[Any], bool]] = {
+    "fp32_groups_flat": lambda engine: engine.zero_optimization_stage() == 0 and engine.fp16_enabled(),
+    "fp32_groups_flat_partition": lambda engine: engine.zero_optimization_stage() <= 1 and engine.bfloat16_enabled(),
+    "fp32_partitioned_groups_flat": lambda engine: engine.zero_optimization_stage() == 3,
+    "single_partition_of_fp32_groups": lambda engine: engine.zero_optimization_stage() in (1, 2),
+}
+
 
 class EngineOptimizer(DeeptideOptimizer):
     """The engine's optimizer under DeepSpeed's names."""
@@ -65,6 +73,10 @@ class EngineOptimizer(DeeptideOptimizer):
     def __getattr__(self, name: str) -> Any:
         if name in _ANSWERS and self.__dict__.get("_engine") is not None:
             return _ANSWERS[name](self._live_engine())
+        if name in _FLAT and self.__dict__.get("_engine") is not None and _FLAT[name](self._live_engine()):
+            from deeptide.as_deepspeed.training import masters
+
+            return [masters.flat(group) for group in self.bit16_groups]
         for key in (_ZERO_3, _ZERO_12):
             refused = surface.refused(key, name, _INSIDE)
             if refused is not None:
