@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from deeptide._model.recomputation import in_backward
 from deeptide.pipeline.cutting.digest import digest
 from deeptide.pipeline.errors import PipelineError
+from deeptide.pipeline.passing.derivatives import watch_hooks
 from deeptide.pipeline.passing.elsewhere import Elsewhere, ElsewhereError, elsewhere_in
 
 
@@ -109,6 +110,8 @@ class Skips:
         self.received, self._marks = received
         self._own, self._block, self._has_begun = {}, -1, False
         self._calls.clear()
+        for label, value in self.received.items():
+            watch_hooks(value, _path_of(label), lambda: self._has_begun)
         if part == 0 or not self.is_open():
             return []
         return [
