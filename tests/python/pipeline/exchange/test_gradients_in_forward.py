@@ -61,7 +61,7 @@ def batch():
 
 
 def train(world, make, *args):
-    settings = models.config(0, gas=2, micro=3, parallel={"pipeline": 2}, deeptide={"error_grace": 0.2})
+    settings = models.config(0, gas=2, micro=3, parallel={"pipeline": world.size}, deeptide={"error_grace": 0.2})
     engine = deeptide.initialize(model=make(*args), config=settings, world=world)[0]
     return engine.train_batch(iter([batch()] * 2)).item(), engine.get_global_grad_norm()
 
@@ -197,3 +197,19 @@ def test_a_hook_of_a_value_that_skips_a_stage_runs_once():
 def test_a_hook_that_only_a_later_stage_registers_is_refused():
     with pytest.raises(PipelineError, match=r"hook is registered on the output of 'blocks\.0'.*register it before"):
         run_ranks(2, train, Skipped, True)
+
+
+class Written(Watched):
+    """What the first block returns is written between blocks of a later stage, and used at the end."""
+
+    def forward(self, x, labels):
+        early = self.blocks[0](self.first(x))
+        x = self.blocks[1](early * 2)
+        x = self.blocks[2](x)
+        early.mul_(1.5)
+        return (self.blocks[3](x) + early - labels).square().mean()
+
+
+def test_a_value_that_is_written_on_its_way_is_refused():
+    with pytest.raises(PipelineError, match=r"output of 'blocks\.0' is written in place.*clone\(\)"):
+        run_ranks(4, train, Written)
