@@ -9,6 +9,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "deeptide/engine.h"
@@ -75,8 +76,9 @@ class DEEPTIDE_API PipelineStage {
   /// Collective over the ranks of this stage. Waits until all have come here; those that are behind gather meanwhile.
   void meet();
   /// Collective over the stages. Returns every stage's values, equally many, one stage after the other. Serves
-  /// nobody: where ranks of this stage may still gather, call `meet` first.
-  std::vector<double> exchange(const std::vector<double>& values);
+  /// nobody: where ranks of this stage may still gather, call `meet` first. `what`: for errors, equal on all stages.
+  std::vector<double> exchange(const std::vector<double>& values,
+                               const std::string& what = "exchanging numbers with the other stages");
 
  private:
   std::function<void()> serving();

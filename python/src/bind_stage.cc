@@ -76,7 +76,8 @@ void bind_stage(py::module_& module) {
       .def("lose_step", StageHandle::forward_to(&PipelineStage::lose_step), py::arg("why"), NoGil())
       .def("begin_step", StageHandle::forward_to(&PipelineStage::begin_step), NoGil())
       .def("meet", StageHandle::forward_to(&PipelineStage::meet), NoGil())
-      .def("exchange", StageHandle::forward_to(&PipelineStage::exchange), py::arg("values"), NoGil());
+      .def("exchange", StageHandle::forward_to(&PipelineStage::exchange), py::arg("values"),
+           py::arg("what") = "exchanging numbers with the other stages", NoGil());
 }
 
 }  // namespace deeptide::python

@@ -374,10 +374,11 @@ void Wait::look_at_board(Clock::time_point now) {
   const auto awaited = peer_ ? std::vector<int>{team[*peer_]} : team;
   auto failure = board.failure_among(awaited, "waits: " + group_.text(site_));
   const std::string phase = site_.phase;
-  if (!failure && (phase == "pipeline" || phase == "step")) failure = board.lost_step(awaited);
+  bool has_lost = false;  // and the grace is over, in which parts may come late
+  if (!failure && (phase == "pipeline" || phase == "step")) has_lost = (failure = board.lost_step(awaited)).has_value();
   if (!failure) return;
   if (!reported_) reported_ = now;
-  const bool may_come = group_.transport_->crosses_hosts() && !board.is_failure();
+  const bool may_come = group_.transport_->crosses_hosts() && !has_lost && !board.is_failure();
   if (now - *reported_ < (may_come ? kLateParts : period_)) return;
   throw_comm_error(group_.rank_name() + " stopped at " + group_.text(site_) + ": " + group_.find_cause(site_, failure));
 }

@@ -120,9 +120,9 @@ void PipelineStage::meet() {
   engine_.told("meet", [&] { engine_.mean(0.0); });
 }
 
-std::vector<double> PipelineStage::exchange(const std::vector<double>& values) {
+std::vector<double> PipelineStage::exchange(const std::vector<double>& values, const std::string& what) {
   return engine_.told("train_batch", [&] {
-    const comm::Site site = {"pipeline", "exchanging numbers with the other stages"};
+    const comm::Site site = {"pipeline", what};
     return engine_.channels.stages()->exchange_all(std::span<const double>(values), site);
   });
 }

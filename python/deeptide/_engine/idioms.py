@@ -165,7 +165,7 @@ def _dropping(plain: Any) -> Any:
     @functools.wraps(plain)
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
         plain(self, set_to_none)
-        if any(not engine.is_destroyed and engine._core.has_gradients() for engine in tuple(_engines)):
+        if _engines:
             _drop(_parameters_of(self))
 
     return zero_grad
@@ -178,14 +178,18 @@ def _parameters_of(owner: torch.nn.Module | torch.optim.Optimizer) -> Iterable[t
 
 
 def _drop(parameters: Iterable[torch.Tensor]) -> None:
-    """Drops what engines have of these parameters' gradients. Collective where there is any."""
+    """Drops what engines have of these parameters' gradients. Collective where there is any.
+
+    Asks no other engine: another thread's may be waiting for this thread, with what an answer needs.
+    """
     by_engine: dict[int, tuple[Engine, list[torch.Tensor]]] = {}
     for parameter in parameters:
         engine = utils.engine_of(parameter)
         if engine is not None and engine in _engines and not engine.is_destroyed:
             by_engine.setdefault(id(engine), (engine, []))[1].append(parameter)
     for engine, own in by_engine.values():
-        drop_gradients(engine, own)
+        if engine._core.has_gradients():
+            drop_gradients(engine, own)
 
 
 def _drop_one(parameter: torch.nn.Parameter, caller: FrameType) -> None:

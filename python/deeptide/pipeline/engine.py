@@ -101,7 +101,7 @@ class PipelineEngine(Engine):
                 "the model was called within a step of the schedule, as by the loss function, where other stages do "
                 "not come; call it between steps, or compute with what the loss function is given"
             )
-        with self._together("forward"), self._cut.relay.open((args, kwargs)):
+        with self._together("forward", self._run), self._cut.relay.open((args, kwargs)):
             return forward(*args, **kwargs)
 
     def _check_teams(self) -> None:
@@ -242,7 +242,7 @@ class PipelineEngine(Engine):
         """Inside, stages that read batches draw the first stage's random numbers: collators draw masks."""
         # Ranks as threads have one generator, from which others may be drawing.
         # After a step that has ended in its middle, the stages meet before they send anything.
-        if self._stage is None or self.world.source == "threads" or not self._run.is_over:
+        if self._stage is None or self.world.source == "threads" or not (self._run.is_over and self._loop.is_over):
             yield
             return
         own = generators.states()
@@ -274,7 +274,7 @@ class PipelineEngine(Engine):
     def _in_step(self, name: str) -> Iterator[None]:
         self._is_in_step = True
         try:
-            with self._together(name):
+            with self._together(name, self._run):
                 yield
         except (KeyboardInterrupt, _C.SaveMeetsStepError):
             self._has_left_step = True
@@ -307,19 +307,19 @@ class PipelineEngine(Engine):
         return super().save_checkpoint(*args, **kwargs)
 
     @contextlib.contextmanager
-    def _together(self, name: str) -> Iterator[None]:
+    def _together(self, name: str, run: StageRun) -> Iterator[None]:
         """Around what stages do together: others hear of an error that ends it, though the program may catch it."""
-        self._run.is_over = False
+        run.is_over = False
         try:
             yield
         except (KeyboardInterrupt, _C.SaveMeetsStepError):
             raise  # the others leave the step, too, and all may save
         except BaseException as error:
-            if self._stage is not None and not self._run.is_over:
+            if self._stage is not None and not run.is_over:
                 with contextlib.suppress(Exception):
                     self._stage.lose_step(f"raised {type(error).__name__} in {name}: {error}")
             raise
-        self._run.is_over = True
+        run.is_over = True
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -359,13 +359,13 @@ class PipelineEngine(Engine):
         """The last stage's losses, on every stage."""
         if self._stage is None:
             return losses
-        values = self._stage.exchange([loss.item() for loss in losses] or [0.0] * count)
+        values = self._stage.exchange([loss.item() for loss in losses] or [0.0] * count, "telling losses")
         return [torch.tensor(value, device=self._core.device()) for value in values[-count:]]
 
     def _mean_loss(self, losses: list[torch.Tensor]) -> torch.Tensor:
         mean = self._core.mean(_batches.mean_of(losses)) if losses else 0.0
         if self._stage is not None:
-            values = self._stage.exchange([mean, *self._run.times])
+            values = self._stage.exchange([mean, *self._run.times], "telling the loss")
             mean = values[-3]
             self._times = list(zip(values[1::3], values[2::3], strict=True))
         return torch.tensor(mean, device=self._core.device())
@@ -445,7 +445,7 @@ class PipelineEngine(Engine):
         self._say_once(ADVICE, "warning")
         self._set_loss_fn(None)
         self._give_outputs(True)
-        with self._held(), self._together("forward"):
+        with self._held(), self._together("forward", loop):
             return loop.forward(args, kwargs, self._broadcasts)
 
     @told
@@ -454,7 +454,7 @@ class PipelineEngine(Engine):
         loop = self._loop_of("backward")
         if retain_graph:
             raise PipelineError("backward: retain_graph does not go with a pipeline yet; leave it out")
-        with self._held(), self._together("backward"):
+        with self._held(), self._together("backward", loop):
             return loop.backward(loss, scale_wrt_gas)
 
     @told

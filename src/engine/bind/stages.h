@@ -10,6 +10,7 @@
 #include <map>
 #include <span>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -39,14 +40,18 @@ class Stages {
   comm::Group& control() { return control_; }
 
   /// Collective over the team, at a point that all stages come to in one order: every rank receives every stage's
-  /// message, in the stages' order. Errors: as Group::wait.
+  /// message, in the stages' order. Errors: as Group::wait; CommError on all stages if one of them has come to another
+  /// exchange, as where one alone has caught an error.
   template <typename Message>
   std::vector<Message> exchange(const Message& own, const comm::Site& site) {
-    return votes_.exchange(own, site);
+    return exchange_all(std::span<const Message>(&own, 1), site);
   }
   template <typename Value>
   std::vector<Value> exchange_all(std::span<const Value> own, const comm::Site& site) {
-    return votes_.exchange_all(own, site);
+    static_assert(std::is_trivially_copyable_v<Value>);
+    std::vector<Value> all(own.size() * static_cast<size_t>(size()));
+    exchange_bytes(own.data(), all.data(), own.size_bytes(), site);
+    return all;
   }
 
   comm::Mailbox& mail() { return mail_; }
@@ -60,6 +65,8 @@ class Stages {
   bool take_backward() { return std::exchange(has_backward_, false); }
 
  private:
+  void exchange_bytes(const void* own, void* all, size_t bytes, const comm::Site& site);
+
   comm::Team team_;
   comm::Group control_;
   comm::Rounds votes_;

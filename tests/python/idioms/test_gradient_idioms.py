@@ -150,6 +150,30 @@ def test_zero_grad_right_after_a_step_waits_for_nobody():
     assert all(torch.equal(value, second[name]) for name, value in first.items())
 
 
+class Asked:
+    """An engine's core that notes what it is asked."""
+
+    def __init__(self, core, asked):
+        self._core, self._asked = core, asked
+
+    def __getattr__(self, name):
+        self._asked.append(name)
+        return getattr(self._core, name)
+
+
+def test_zero_grad_asks_no_engine_of_other_parameters(monkeypatch):
+    """Another rank's, in another thread, may be within a backward that waits for this thread."""
+    engine, other = start(None, 0), start(None, 0)
+    asked = []
+    monkeypatch.setattr(other, "_core", Asked(other._core, asked))
+    loss_of(engine.module, 0, 0).backward()
+    engine.module.zero_grad()
+    torch.optim.SGD(engine.module.parameters(), lr=RATE).zero_grad()
+    assert not asked
+    other.module.zero_grad()
+    assert asked
+
+
 def test_a_rank_that_drops_alone_is_named():
     def program(world):
         engine = start(world, 0)

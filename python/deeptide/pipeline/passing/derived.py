@@ -71,5 +71,6 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _memory(tensor: torch.Tensor) -> Any:
-    """The storage, which views share."""
-    return tensor.untyped_storage() if tensor.layout is torch.strided else tensor
+    """The storage, which views share; the tensor itself where it has none to show, as within transforms."""
+    is_plain = tensor.layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return tensor.untyped_storage() if is_plain else tensor

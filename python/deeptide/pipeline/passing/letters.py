@@ -66,8 +66,13 @@ def handed(received: Any) -> Any:
 
 def is_as_received(tensor: torch.Tensor) -> bool:
     """Whether no layer of this stage has computed it: it is a leaf of autograd's, or handed() made it of one."""
+    return tensor.is_leaf or is_handed(tensor.grad_fn)
+
+
+def is_handed(node: Any) -> bool:
+    """Whether handed() made a node of autograd's."""
     handed_node: Any = _Handed
-    return tensor.is_leaf or type(tensor.grad_fn) is handed_node._backward_cls
+    return type(node) is handed_node._backward_cls
 
 
 def _encoded(tree: Any, numbers: Iterator[int]) -> Any:

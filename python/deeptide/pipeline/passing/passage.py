@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -22,7 +23,7 @@ from deeptide._model.recomputation import in_backward, kept_as_they_are
 from deeptide._process import generators
 from deeptide.pipeline.cutting.digest import are_alike, digest, sums_of
 from deeptide.pipeline.errors import PipelineError
-from deeptide.pipeline.passing import draws
+from deeptide.pipeline.passing import derivatives, draws
 from deeptide.pipeline.passing.carried import CARRIED, completed, is_carried, placed, take_in, with_values
 from deeptide.pipeline.passing.derived import Derived
 from deeptide.pipeline.passing.elsewhere import Elsewhere, ElsewhereError, MadeElsewhere, elsewhere_in, with_received
@@ -85,7 +86,7 @@ class Passage:
         self._has_begun = False  # an own block, or a later one, was called
         self._known: set[Any] = set()  # signatures of forwards that were looked at
         self._signature: Any = None
-        self._guard = draws.NoDraws()
+        self._guard, self._border = draws.NoDraws(), derivatives.Border()
         self._drawn = 0  # a mark of Python's generators where the forward began
         self._derived: Derived | None = None  # in the first forward of a kind
         self._stays: dict[Any, set[str]] = {}  # by signature: the places of tensors that all stages have
@@ -134,7 +135,8 @@ class Passage:
             self._guard.begin()
         self._watch(at_part=0)
         try:
-            output = module(*args, **kwargs)
+            with self._border.watching(self._here):
+                output = module(*args, **kwargs)
         except _HandedOn as end:
             self._has_ended, output = True, end.value
         except ElsewhereError as error:
@@ -246,6 +248,7 @@ class Passage:
                 "engine.train_batch() and engine.eval_batch(), on all ranks, or without gradients the whole model and "
                 "its generate()"
             )
+        derivatives.refuse_transforms()
         block, part = self._this_call(block)
         if block.number <= self._at:
             raise PipelineError(
@@ -285,12 +288,14 @@ class Passage:
         if not self._has_begun:
             self._has_begun = True
             self._skips.begin_own()
+            self._border.begin_own()
             args, kwargs = self._begin(block, args, kwargs)
             self._watch(at_part=1)
         if part > self._here:
             self._hand_on(block, args, kwargs)
         if not self._check_arguments(block, (args, kwargs)):
             args, kwargs = with_zeros((args, kwargs))
+        call = partial(self._border.call, call)
         return call(*args, **kwargs) if self._derived is None else self._derived.call(call, args, kwargs)
 
     def _hand_on(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

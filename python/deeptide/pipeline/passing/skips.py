@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from deeptide._model.recomputation import in_backward
 from deeptide.pipeline.cutting.digest import digest
 from deeptide.pipeline.errors import PipelineError
-from deeptide.pipeline.passing.elsewhere import Elsewhere, ElsewhereError, elsewhere_in
+from deeptide.pipeline.passing.derivatives import watch_hooks
+from deeptide.pipeline.passing.elsewhere import Elsewhere, ElsewhereError, elsewhere_in, version_of
 
 
 class Skips:
@@ -42,7 +43,9 @@ class Skips:
         # The forward that runs.
         self.received: dict[str, torch.Tensor] = {}
         self._marks: dict[str, Any] = {}  # of the calls that gave them, in a forward of an open kind
-        self._own: dict[str, tuple[torch.Tensor, int]] = {}  # values computed here, with their versions
+        self._own: dict[
+            str, tuple[torch.Tensor, int | None]
+        ] = {}  # values that are here, with versions
         self._calls: Counter[tuple[int, str]] = Counter()
         self._block = -1
         self._has_begun = False  # what no earlier stage computes
@@ -107,8 +110,11 @@ class Skips:
         """Begins a forward with what `handed_on` of the part before gave; returns hooks to be removed at its end."""
         self._kind, self._part = kind, part
         self.received, self._marks = received
-        self._own, self._block, self._has_begun = {}, -1, False
+        self._own = {label: (value, version_of(value)) for label, value in self.received.items()}
+        self._block, self._has_begun = -1, False
         self._calls.clear()
+        for label, value in self.received.items():
+            watch_hooks(value, _path_of(label), lambda: self._has_begun)
         if part == 0 or not self.is_open():
             return []
         return [
@@ -152,7 +158,7 @@ class Skips:
 
     def _ours(self, label: str, tensor: torch.Tensor, given: Any) -> torch.Tensor:
         if label in self._wanted.get(self._kind, ()) and label not in self.received:
-            self._own[label] = tensor, tensor._version
+            self._own[label] = tensor, version_of(tensor)
             if self.is_open() and given is not None:
                 self._marks[label] = _marks_of(given)
         return tensor
@@ -183,15 +189,15 @@ class Skips:
         for label, last in self._wanted.get(self._kind, {}).items():
             if last <= self._part:
                 continue
-            if label in self._own:
-                tensor, version = self._own[label]
-                if tensor._version != version:
-                    raise ElsewhereError(
-                        f"the output of '{_path_of(label)}' is written in place, and a later stage uses it"
-                    )
-                values[label] = tensor
-            elif label in self.received:
-                values[label] = self.received[label]
+            if label not in self._own:
+                continue
+            tensor, version = self._own[label]
+            if version_of(tensor) != version:
+                raise ElsewhereError(
+                    f"the output of '{_path_of(label)}' is written in place, and a later stage uses it: write into a "
+                    "copy, by clone()"
+                )
+            values[label] = tensor
         return values, {label: mark for label, mark in self._marks.items() if label in values}
 
     def came(self, tensor: torch.Tensor) -> bool:

@@ -67,12 +67,15 @@ _CODES = ("", "end", "failed")
 _SAVES = 3  # another stage saves in the handler of an exception
 _MARKS = 2  # digests that travel with a code: of inputs and of labels
 _NOTHING = -1  # instead of a digest
+_BEGIN = "beginning a forward, a step or a save"
 
 
 def agree_to_save(stage: _C.PipelineStage, in_handler: bool) -> None:
     """Collective over the stages, before a save. Those that begin a step meanwhile raise, and may come here too."""
     while True:
-        codes = [int(code) for code in stage.exchange([float(_SAVES), *[float(_NOTHING)] * _MARKS])[:: 1 + _MARKS]]
+        codes = [
+            int(code) for code in stage.exchange([float(_SAVES), *[float(_NOTHING)] * _MARKS], _BEGIN)[:: 1 + _MARKS]
+        ]
         if all(code == _SAVES for code in codes):
             return
         if not in_handler:
@@ -96,7 +99,7 @@ def agree(stage: _C.PipelineStage | None, problem: str, own: list[int]) -> None:
     if stage is not None:
         own = [*own, *[_NOTHING] * (_MARKS - len(own))]
         width = 1 + _MARKS
-        values = [int(each) for each in stage.exchange([float(code), *map(float, own)])]
+        values = [int(each) for each in stage.exchange([float(code), *map(float, own)], _BEGIN)]
         codes, parts = values[::width], [values[place::width] for place in range(1, width)]
         if _SAVES in codes:
             raise _C.SaveMeetsStepError(

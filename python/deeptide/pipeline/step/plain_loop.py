@@ -4,8 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 
@@ -15,12 +15,15 @@ from deeptide.pipeline.errors import PipelineError
 from deeptide.pipeline.passing.letters import handed, tensors_in
 from deeptide.pipeline.passing.stand_ins import NUMBERS, content_of, describe, loss_in, stand_in, with_content
 from deeptide.pipeline.step import batches as micro_batches
+from deeptide.pipeline.step import shared_errors
 from deeptide.pipeline.step.stage_run import StageRun
 
 ADVICE = (
     "the program's own loop runs one micro-batch at a time through the pipeline, and stages wait for each other; "
     "engine.train_batch(iterator) computes the same and overlaps them"
 )
+
+_Made = TypeVar("_Made")
 
 
 class _Forward(NamedTuple):
@@ -38,11 +41,12 @@ class PlainLoop(StageRun):
         self._forwards: list[_Forward] = []
         self._owes = False  # gradients of tied weights that have not gone to their owner
         self._has_backward = False  # since the last step
+        self._error: Exception | None = None  # of this stage, in the forward that runs
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], broadcasts: bool) -> Any:
         """The model's output on the last stage; on the others its loss or, if it `broadcasts`, copies.
 
-        Errors: ValueError if their batches differ.
+        Errors: ValueError if their batches differ; on all stages, what one of them raises.
         """
         assert self._stage is not None and self._letters is not None
         micro_batches.agree(self._stage, "", [digest((args, kwargs), with_floats=True)])
@@ -56,7 +60,12 @@ class PlainLoop(StageRun):
         while True:
             is_settled = self._model.skips.is_settled(self._model.kind_of((args, kwargs)))
             received, output = self._pass((args, kwargs))
-            told, lacked = self._told(output, broadcasts, is_settled)
+            told, lacked, failed = self._told(output, broadcasts, is_settled)
+            if failed is not None:
+                self._start.restore()
+                self._model.begin()
+                self._model.open_again([self._model.kind_of((args, kwargs))])  # stages behind have not looked at it
+                self._raise(failed)
             if not lacked:
                 break
             self._start.restore()
@@ -106,7 +115,8 @@ class PlainLoop(StageRun):
 
         def forward() -> tuple[Any, Any]:
             received = self._receive("activation", 0, self._here - 1) if self._here > 0 else None
-            output = self._model.run_stage(self._forward_of_engine, inputs, handed(received), 0)
+            self._error = None
+            output = self._noting(lambda: self._model.run_stage(self._forward_of_engine, inputs, handed(received), 0))
             self._void.clear()
             output = None if self._is_lacking(0, output) else output
             if self._here < self._last:
@@ -117,22 +127,54 @@ class PlainLoop(StageRun):
         assert self._model.skips is not None
         return forward() if self._model.skips.is_settled(kind) else self._until_settled(kind, 0, forward)
 
-    def _told(self, output: Any, broadcasts: bool, may_lack: bool) -> tuple[Any, bool]:
-        """(the output or what stands for it, whether a stage lacked a value). All stages have come so far then."""
+    def _noting(self, compute: Callable[[], _Made]) -> _Made | None:
+        """The result, or None and a note of the error: the other stages are to hear of it, which go on with None."""
+        try:
+            return compute()
+        except Exception as error:
+            if not shared_errors.is_shared(error):
+                raise
+            self._error = error
+            return None
+
+    def _told(self, output: Any, broadcasts: bool, may_lack: bool) -> tuple[Any, bool, int | None]:
+        """(the output or what stands for it, whether a stage lacked a value, the first stage that met an error).
+
+        All stages have come so far then.
+        """
         assert self._stage is not None
-        if self._here == self._last and not self._void:
-            checked = output if broadcasts or isinstance(output, torch.Tensor) else loss_in(output)
-            self._model.check_output(checked, in_step=may_lack)
-            self._is_lacking(0, output)
+        is_last, own = self._here == self._last, [0.0] * NUMBERS
+        if is_last and not self._void and output is not None:
+
+            def look() -> list[float]:
+                checked = output if broadcasts or isinstance(output, torch.Tensor) else loss_in(output)
+                self._model.check_output(checked, in_step=may_lack)
+                return own if self._is_lacking(0, output) else describe(output)
+
+            own = self._noting(look) or own
         self._stage.meet()  # ranks that are behind still gather, and no longer once others exchange numbers
-        is_last = self._here == self._last
-        own = describe(output) if is_last and not self._void else [0.0] * NUMBERS
-        each = self._stage.exchange([*own, float(bool(self._void))])
+        each = self._stage.exchange([*own, float(bool(self._void)), float(self._error is not None)], "ending a forward")
         self._stage.flush()
-        if any(each[NUMBERS :: NUMBERS + 1]):
-            return None, True
-        numbers = each[-NUMBERS - 1 : -1]
-        return output if is_last else stand_in(numbers, self._engine.device), False
+        width = NUMBERS + 2
+        failed = next((stage for stage, number in enumerate(each[width - 1 :: width]) if number), None)
+        if failed is not None or any(each[NUMBERS::width]):
+            return None, True, failed
+        return output if is_last else stand_in(each[-width:-2], self._engine.device), False, None
+
+    def _raise(self, failed: int) -> NoReturn:
+        """Raises the error of a stage on all of them."""
+        assert self._stage is not None
+        error, self._error = self._error, None
+        if failed == self._here:
+            assert error is not None
+            for stage in range(self._stages):
+                if stage != failed:
+                    self._send("error", 0, shared_errors.packed(error, self._engine.world.rank), stage)
+            self._stage.flush()
+        else:
+            error = shared_errors.unpacked(failed, self._stages, self._receive("error", 0, failed))
+        self.is_over = True
+        raise error
 
     def backward(self, loss: torch.Tensor, scale_wrt_gas: bool) -> torch.Tensor:
         """Takes all forwards since the last backward. Errors: PipelineError if there was none."""

@@ -304,7 +304,7 @@ class StageRun:
         if self._model.skips is None or self._stage is None:
             return False
         self._stage.meet()  # ranks that are behind still gather
-        return any(self._stage.exchange([float(bool(self._void))]))
+        return any(self._stage.exchange([float(bool(self._void))], "ending an evaluation"))
 
     def _make_again(self, order: list[StageInstruction], actions: _Actions) -> None:
         """Makes all forwards of the step again, one by one, and the backwards of those that counted for nothing.

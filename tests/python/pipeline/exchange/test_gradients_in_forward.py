@@ -61,7 +61,7 @@ def batch():
 
 
 def train(world, make, *args):
-    settings = models.config(0, gas=2, micro=3, parallel={"pipeline": 2})
+    settings = models.config(0, gas=2, micro=3, parallel={"pipeline": world.size}, deeptide={"error_grace": 0.2})
     engine = deeptide.initialize(model=make(*args), config=settings, world=world)[0]
     return engine.train_batch(iter([batch()] * 2)).item(), engine.get_global_grad_norm()
 
@@ -79,3 +79,137 @@ def test_a_hook_between_blocks_runs_where_its_gradient_is():
 def test_a_derivative_over_stages_is_refused_with_its_cure(of_inputs):
     with pytest.raises(PipelineError, match=r"torch\.autograd\.grad.*differentiate inside one block"):
         run_ranks(2, train, Forces, of_inputs)
+
+
+class Placed(torch.nn.Module):
+    """Each block uses the inputs, as those of force fields do."""
+
+    def __init__(self, derive):
+        super().__init__()
+        self.first = drawn(torch.nn.Linear(WIDTH, WIDTH), 1)
+        self.blocks = torch.nn.ModuleList(map(PlacedBlock, range(2, 6)))
+        self.head = drawn(torch.nn.Linear(WIDTH, WIDTH), 6)
+        self.derive = derive
+
+    def energy(self, given):
+        x = self.first(given)
+        for block in self.blocks:
+            x = block(x, given)
+        return x
+
+    def forward(self, x, labels):
+        return (globals()[self.derive](self, x) - labels).square().mean()
+
+
+class PlacedBlock(Block):
+    def forward(self, x, given):
+        return super().forward(x) + given
+
+
+def of_inputs(model, x):
+    given = x.clone().requires_grad_()
+    energy = model.head(model.energy(given)).sum()
+    return torch.autograd.grad(energy, given, create_graph=True)[0]
+
+
+def of_inputs_if_used(model, x):
+    given = x.clone().requires_grad_()
+    energy = model.head(model.energy(given * 2)).sum()
+    return torch.autograd.grad(energy, given, create_graph=True, allow_unused=True)[0]
+
+
+def by_jacobian(model, x):
+    return torch.autograd.functional.vjp(lambda given: model.energy(given).sum(), x, create_graph=True)[1]
+
+
+def by_transform(model, x):
+    return torch.func.grad(lambda given: model.energy(given).sum())(x)
+
+
+def by_tangent(model, x):
+    return torch.func.jvp(model.energy, (x,), (torch.ones_like(x),))[1]
+
+
+def by_backward(model, x):
+    energy = model.energy(x)
+    energy.sum().backward(retain_graph=True)
+    return energy
+
+
+@pytest.mark.parametrize(
+    "derive",
+    [of_inputs, of_inputs_if_used, by_jacobian, by_transform, by_tangent, by_backward],
+    ids=lambda function: function.__name__,
+)
+def test_a_derivative_of_which_stages_have_parts_is_refused(derive):
+    with pytest.raises(PipelineError, match=r"differentiate inside one block, or train the model without a pipeline"):
+        run_ranks(2, train, Placed, derive.__name__)
+
+
+def of_hidden(model, x):
+    """Of the last stage alone."""
+    hidden = torch.nn.functional.gelu(model.energy(x))
+    return torch.autograd.grad(model.head(hidden).sum(), hidden, create_graph=True)[0]
+
+
+def of_weight(model, x):
+    energy = model.head(model.energy(x))
+    (of_head,) = torch.autograd.grad(energy.square().sum(), model.head.weight, create_graph=True)
+    return energy + of_head.norm()
+
+
+def compared(make, *args):
+    model = make(*args)
+    loss = model(*batch())
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    for found in run_ranks(2, train, make, *args):
+        assert found == pytest.approx((loss.item(), norm.item()), rel=1e-5)
+
+
+@pytest.mark.parametrize("derive", [of_hidden, of_weight], ids=lambda f: f.__name__)
+def test_a_derivative_within_the_last_stage_is_as_without_a_pipeline(derive):
+    compared(Placed, derive.__name__)
+
+
+class Skipped(Watched):
+    """Doubles the gradient of what the first block returns, which the end of the forward uses, too."""
+
+    def __init__(self, late):
+        super().__init__()
+        self.late = late
+
+    def forward(self, x, labels):
+        x = early = self.blocks[0](self.first(x))
+        if not self.late:
+            early.register_hook(lambda gradient: 2 * gradient.clamp(-0.01, 0.01))
+        for block in self.blocks[1:]:
+            x = block(x)
+        if self.late:
+            early.register_hook(lambda gradient: 2 * gradient)
+        return (x + early - labels).square().mean()
+
+
+def test_a_hook_of_a_value_that_skips_a_stage_runs_once():
+    compared(Skipped, False)
+
+
+def test_a_hook_that_only_a_later_stage_registers_is_refused():
+    with pytest.raises(PipelineError, match=r"hook is registered on the output of 'blocks\.0'.*register it before"):
+        run_ranks(2, train, Skipped, True)
+
+
+class Written(Watched):
+    """What the first block returns is written between blocks of a later stage, and used at the end."""
+
+    def forward(self, x, labels):
+        early = self.blocks[0](self.first(x))
+        x = self.blocks[1](early * 2)
+        x = self.blocks[2](x)
+        early.mul_(1.5)
+        return (self.blocks[3](x) + early - labels).square().mean()
+
+
+def test_a_value_that_is_written_on_its_way_is_refused():
+    with pytest.raises(PipelineError, match=r"output of 'blocks\.0' is written in place.*clone\(\)"):
+        run_ranks(4, train, Written)
