@@ -212,16 +212,16 @@ def _run(
     return [output.detach() for output in outputs], gradients
 
 
-def compare(model: nn.Module, whole: Trial, team: Team) -> None:
+def compare(model: nn.Module, whole: Trial, team: Team, suspect: str = "") -> None:
     """Lets partial gradients of whole parameters add up where that gives the whole model's.
 
-    Errors: ConfigError if the model, cut now, cannot run or computes something else than the whole one did.
+    suspect: why it may not run. Errors: ConfigError if the model, cut now, cannot run or computes something else.
     """
     gradients: Digests | None = None
     if whole.gradients is None:
-        outputs = _of_cut(lambda: outputs_of(model, whole.inputs, whole.draws))
+        outputs = _of_cut(lambda: outputs_of(model, whole.inputs, whole.draws), suspect)
     else:
-        outputs, gradients = _of_cut(lambda: _run(model, whole, lambda _, gradient: gradient))
+        outputs, gradients = _of_cut(lambda: _run(model, whole, lambda _, gradient: gradient), suspect)
     verdicts: list[Verdict] = []
     if whole.gradients is not None and gradients is not None:
         verdicts = compare_gradients(whole.gradients, gradients, dict(slices_of(model)), team)
@@ -263,14 +263,15 @@ def _judge(model: nn.Module, verdict: Verdict, adds_up: bool, most: float, team:
     )
 
 
-def _of_cut(compute: Callable[[], _Result]) -> _Result:
+def _of_cut(compute: Callable[[], _Result], suspect: str) -> _Result:
     try:
         return compute()
     except Exception as error:  # the model may raise what it likes
         if isinstance(error, CommError):
             raise
+        why = f"{suspect}, or " if suspect else ""
         raise ConfigError(
-            f"the model whose layers are cut cannot run, and the whole one can ({_first_line(error)}): {_MISFIT}"
+            f"the model whose layers are cut cannot run, and the whole one can ({_first_line(error)}): {why}{_MISFIT}"
         ) from error
 
 

@@ -15,7 +15,8 @@ from deeptide._C import ConfigError
 from deeptide._process.log import say
 from deeptide.tensor.cutting import check as checks
 from deeptide.tensor.cutting.adapters import has_adapters, is_adapters, layer_named, with_adapters
-from deeptide.tensor.cutting.flow import fits, pairs_of, plan_of_pairs
+from deeptide.tensor.cutting.between import per_feature
+from deeptide.tensor.cutting.flow import fits, pairs_of, plan_of_pairs, with_values_per_feature
 from deeptide.tensor.cutting.plans import (
     ADDING,
     COLUMN,
@@ -82,6 +83,14 @@ def split_model(
         if is_own:
             plan = _without_odd_experts(model, plan, team)
         check_plan(model, plan, team.size)
+        between = None if is_own else next(per_feature(model, plan), None)
+        if between is not None and (checked is None or checked.whole is None):
+            raise ConfigError(
+                f"{between}: leave '{between.column}' and the layers around it whole by \"skip\" in "
+                "tensor_parallel.partition_config, or let the start's check run, which finds a cut that joins the "
+                "features in between: build the model without zero.Init, leave parallel.tensor_check out, and give "
+                "split_model an example"
+            )
         chains = chains_of(model, plan) if sequence_parallel_norms and team.size > 1 else []
         if checked:
             checked.take_gradients(slices_of_plan(model, plan))
@@ -93,7 +102,7 @@ def split_model(
         for chain in chains:
             chain.apply(model, team)
         if checked and checked.whole is not None:
-            checks.compare(model, checked.whole, team)
+            checks.compare(model, checked.whole, team, str(between or ""))
     if checked and checked.whole is None and team.index == team.data_rank == 0:
         checks.tell_unchecked(model)
     return model
@@ -120,7 +129,7 @@ def _plan_by_names_or_flow(
     pairs = [pair for pair in pairs_of(model, inputs) if not beside.keys() & {pair.row, *pair.columns}]
     pairs = [pair for pair in pairs if pair.is_in_a_block] or pairs
     if error is None and fits(plan, pairs):
-        return plan, False
+        return plan | plan_of_pairs(model, with_values_per_feature(model, plan, pairs), inputs, team), False
     found = plan_of_pairs(model, pairs, inputs, team)
     if not found and error is not None:
         raise error
