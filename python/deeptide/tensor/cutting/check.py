@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from deeptide._C import CommError, ConfigError
+from deeptide._model.structure import Structure
 from deeptide._process.log import say
 from deeptide.pipeline.passing.draws import may_draw
 from deeptide.pipeline.step.undo import Buffers
@@ -28,6 +29,11 @@ _MISFIT = (
     "a layer is used in another way than its name says. Name the layers to cut in tensor_parallel.partition_config"
 )
 
+_REPLACED = (
+    "the forward of {} put another module in the place of '{}' when it ran on the start's example, as BigBird does for "
+    "short inputs: give split_model an example as long as the program's, choose the other form in the model's "
+    'configuration (BigBird: attention_type "original_full"), or set parallel.tensor_check to false'
+)
 
 _Result = TypeVar("_Result")
 
@@ -53,8 +59,11 @@ class Checked:
         self._slices: Mapping[int, Slice] = {}
         self._buffers = Buffers(model)
         self._perturbed = Perturbed(model)
+        structure = Structure(model)
         try:
             self.whole = try_whole(model, example, team)
+            if replaced := structure.restore():
+                raise ConfigError(_REPLACED.format(type(model).__name__, replaced))
             if self.whole is not None and team.any(not _is_finite(self.whole.outputs)):
                 self._restore()
                 self.whole = try_whole(model, example, team)

@@ -82,6 +82,7 @@ def split_model(
         plan, is_own = _plan_by_names_or_flow(model, layer_specs, use_rule, checked, team)
         if is_own:
             plan = _without_odd_experts(model, plan, team)
+            _tell_of_whole_blocks(model, plan, team)
         check_plan(model, plan, team.size)
         between = None if is_own else next(per_feature(model, plan), None)
         if between is not None and (checked is None or checked.whole is None):
@@ -153,6 +154,19 @@ def slices_of_plan(model: nn.Module, plan: Plan) -> dict[int, Slice]:
             if parameter is not None:
                 found[id(parameter)] = slice_
     return found
+
+
+def _tell_of_whole_blocks(model: nn.Module, plan: Plan, team: Team) -> None:
+    """A plan of the head alone, as GptOss has, leaves most of the model whole."""
+    if (
+        plan
+        and not any(word.isdigit() for path in plan for word in path.split("."))
+        and team.index == team.data_rank == 0
+    ):
+        say(
+            f"tensor: {type(model).__name__}'s own tensor-parallel plan cuts {', '.join(map(repr, plan))} alone; its "
+            "blocks stay whole on each rank. tensor_parallel.partition_config.layer_specs names more"
+        )
 
 
 def _without_odd_experts(model: nn.Module, plan: Plan, team: Team) -> Plan:
@@ -238,7 +252,7 @@ def check_plan(model: nn.Module, plan: Plan, size: int) -> None:
     for path, cut in plan.items():
         module = modules[path]
         table = heads_table(path, module) if cut.kind == HEADS else None
-        if table is not None and (heads := module.get_parameter(table).shape[1]) % size:
+        if table is not None and (heads := module.get_parameter(table).shape[-1]) % size:
             raise ConfigError(
                 f"'{path}' has a number for each of {heads} heads, which do not divide among {size} "
                 "ranks; take parallel.tensor that divides them"
