@@ -267,17 +267,20 @@ def as_latent(module: nn.Module, team: Team, parts: tuple[int, ...] | None) -> N
 
 
 def heads_table(path: str, module: nn.Module) -> str | None:
-    """The parameter (positions, heads) that a module adds to scores, as T5 and Swin do of relative positions."""
+    """The parameter (positions, heads) that a module adds to scores, as T5 and Swin do; or GptOss's sinks, (heads,)."""
     if isinstance(module, nn.Embedding) and path.rpartition(".")[2] == "relative_attention_bias":
         return "weight"
-    table = module._parameters.get("relative_position_bias_table")
+    table, sinks = (module._parameters.get(name) for name in ("relative_position_bias_table", "sinks"))
+    if sinks is not None and sinks.dim() == 1:
+        return "sinks"
     return "relative_position_bias_table" if table is not None and table.dim() == 2 else None
 
 
 def slices_of_heads(path: str, module: nn.Module) -> dict[str, Slice]:
     """The slice of such a table by its name; empty for other modules."""
     name = heads_table(path, module)
-    return {} if name is None else {name: Slice(1, (module.get_parameter(name).shape[1],))}
+    shape = () if name is None else module.get_parameter(name).shape
+    return {} if name is None else {name: Slice(len(shape) - 1, (shape[-1],))}
 
 
 def as_heads(path: str, module: nn.Module, team: Team) -> None:

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from deeptide._C import ConfigError
+from deeptide._model.structure import Structure
 from deeptide.pipeline.partition import balanced
 from deeptide.pipeline.passing.elsewhere import ElsewhereError
 from deeptide.pipeline.passing.hidden import Hidden, state_of
@@ -127,7 +128,11 @@ def _examples_for(model: torch.nn.Module) -> Iterator[Any]:
 
 def _called(model: torch.nn.Module, example: Any) -> Call:
     """The calls of one forward of training. Errors: those of the forward."""
-    buffers, modes = Buffers(model), [(module, module.training) for module in model.modules()]
+    buffers, structure, modes = (
+        Buffers(model),
+        Structure(model),
+        [(module, module.training) for module in model.modules()],
+    )
     watch = _Watch(model.train())
     try:
         with watch.without_values(), torch.enable_grad():
@@ -137,8 +142,11 @@ def _called(model: torch.nn.Module, example: Any) -> Call:
                 model(*example) if isinstance(example, (tuple, list)) else model(example)
     finally:
         buffers.restore()
+        replaced = structure.restore()
         for module, mode in modes:
             module.training = mode
+    if replaced:
+        raise ValueError(f"it puts another module in the place of '{replaced}'")
     return watch.root()
 
 

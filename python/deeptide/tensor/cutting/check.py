@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from deeptide._C import CommError, ConfigError
+from deeptide._model.structure import Structure
 from deeptide._process.log import say
 from deeptide.pipeline.passing.draws import may_draw
 from deeptide.pipeline.step.undo import Buffers
@@ -28,6 +29,11 @@ _MISFIT = (
     "a layer is used in another way than its name says. Name the layers to cut in tensor_parallel.partition_config"
 )
 
+_REPLACED = (
+    "the forward of {} put another module in the place of '{}' when it ran on the start's example, as BigBird does for "
+    "short inputs: give split_model an example as long as the program's, choose the other form in the model's "
+    'configuration (BigBird: attention_type "original_full"), or set parallel.tensor_check to false'
+)
 
 _Result = TypeVar("_Result")
 
@@ -53,8 +59,11 @@ class Checked:
         self._slices: Mapping[int, Slice] = {}
         self._buffers = Buffers(model)
         self._perturbed = Perturbed(model)
+        structure = Structure(model)
         try:
             self.whole = try_whole(model, example, team)
+            if replaced := structure.restore():
+                raise ConfigError(_REPLACED.format(type(model).__name__, replaced))
             if self.whole is not None and team.any(not _is_finite(self.whole.outputs)):
                 self._restore()
                 self.whole = try_whole(model, example, team)
@@ -212,16 +221,16 @@ def _run(
     return [output.detach() for output in outputs], gradients
 
 
-def compare(model: nn.Module, whole: Trial, team: Team) -> None:
+def compare(model: nn.Module, whole: Trial, team: Team, suspect: str = "") -> None:
     """Lets partial gradients of whole parameters add up where that gives the whole model's.
 
-    Errors: ConfigError if the model, cut now, cannot run or computes something else than the whole one did.
+    suspect: why it may not run. Errors: ConfigError if the model, cut now, cannot run or computes something else.
     """
     gradients: Digests | None = None
     if whole.gradients is None:
-        outputs = _of_cut(lambda: outputs_of(model, whole.inputs, whole.draws))
+        outputs = _of_cut(lambda: outputs_of(model, whole.inputs, whole.draws), suspect)
     else:
-        outputs, gradients = _of_cut(lambda: _run(model, whole, lambda _, gradient: gradient))
+        outputs, gradients = _of_cut(lambda: _run(model, whole, lambda _, gradient: gradient), suspect)
     verdicts: list[Verdict] = []
     if whole.gradients is not None and gradients is not None:
         verdicts = compare_gradients(whole.gradients, gradients, dict(slices_of(model)), team)
@@ -263,14 +272,15 @@ def _judge(model: nn.Module, verdict: Verdict, adds_up: bool, most: float, team:
     )
 
 
-def _of_cut(compute: Callable[[], _Result]) -> _Result:
+def _of_cut(compute: Callable[[], _Result], suspect: str) -> _Result:
     try:
         return compute()
     except Exception as error:  # the model may raise what it likes
         if isinstance(error, CommError):
             raise
+        why = f"{suspect}, or " if suspect else ""
         raise ConfigError(
-            f"the model whose layers are cut cannot run, and the whole one can ({_first_line(error)}): {_MISFIT}"
+            f"the model whose layers are cut cannot run, and the whole one can ({_first_line(error)}): {why}{_MISFIT}"
         ) from error
 
 

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from deeptide._C import CommError
+from deeptide.tensor.cutting.between import common_path, per_feature
 from deeptide.tensor.cutting.examples import Example
 from deeptide.tensor.cutting.plans import COLUMN, ROW, Cut, Plan
 from deeptide.tensor.cutting.rule import adapt_sizes
@@ -103,16 +104,6 @@ def _plain(output: Any) -> Any:
     return list(output.values()) if isinstance(output, dict) else output
 
 
-def _common(paths: list[str]) -> str:
-    words = [path.split(".")[:-1] for path in paths]
-    shared = []
-    for each in zip(*words):
-        if len(set(each)) > 1:
-            break
-        shared.append(each[0])
-    return ".".join(shared)
-
-
 def pairs_of(model: nn.Module, inputs: Example) -> list[Pair]:
     """The pairs of a model, in the order of its calls. No layer is in two of them."""
     taken = _traced(model, inputs)
@@ -123,7 +114,7 @@ def pairs_of(model: nn.Module, inputs: Example) -> list[Pair]:
         columns = [path for path in taken if path in sources and path]
         if not row or not columns or used & {row, *columns}:
             continue
-        around = _common([row, *columns])
+        around = common_path([row, *columns])
         beside = [source for source in sources if source not in columns]
         if any(column in other for column in columns for path, other in taken.items() if path != row):
             continue  # something else takes it too
@@ -141,6 +132,12 @@ def fits(plan: Plan, pairs: list[Pair]) -> bool:
         if (columns, kinds[pair.row]) not in (({COLUMN}, ROW), ({None}, None)):
             return False
     return True
+
+
+def with_values_per_feature(model: nn.Module, plan: Plan, pairs: list[Pair]) -> list[Pair]:
+    """Those between whose layers a parameter or buffer has a value for each of the features."""
+    columns = {found.column for found in per_feature(model, plan)}
+    return [pair for pair in pairs if columns & {*pair.columns}]
 
 
 def plan_of_pairs(model: nn.Module, pairs: list[Pair], inputs: Example, team: Team) -> Plan:

@@ -15,7 +15,8 @@ from deeptide._C import ConfigError
 from deeptide._process.log import say
 from deeptide.tensor.cutting import check as checks
 from deeptide.tensor.cutting.adapters import has_adapters, is_adapters, layer_named, with_adapters
-from deeptide.tensor.cutting.flow import fits, pairs_of, plan_of_pairs
+from deeptide.tensor.cutting.between import per_feature
+from deeptide.tensor.cutting.flow import fits, pairs_of, plan_of_pairs, with_values_per_feature
 from deeptide.tensor.cutting.plans import (
     ADDING,
     COLUMN,
@@ -81,7 +82,16 @@ def split_model(
         plan, is_own = _plan_by_names_or_flow(model, layer_specs, use_rule, checked, team)
         if is_own:
             plan = _without_odd_experts(model, plan, team)
+            _tell_of_whole_blocks(model, plan, team)
         check_plan(model, plan, team.size)
+        between = None if is_own else next(per_feature(model, plan), None)
+        if between is not None and (checked is None or checked.whole is None):
+            raise ConfigError(
+                f"{between}: leave '{between.column}' and the layers around it whole by \"skip\" in "
+                "tensor_parallel.partition_config, or let the start's check run, which finds a cut that joins the "
+                "features in between: build the model without zero.Init, leave parallel.tensor_check out, and give "
+                "split_model an example"
+            )
         chains = chains_of(model, plan) if sequence_parallel_norms and team.size > 1 else []
         if checked:
             checked.take_gradients(slices_of_plan(model, plan))
@@ -93,7 +103,7 @@ def split_model(
         for chain in chains:
             chain.apply(model, team)
         if checked and checked.whole is not None:
-            checks.compare(model, checked.whole, team)
+            checks.compare(model, checked.whole, team, str(between or ""))
     if checked and checked.whole is None and team.index == team.data_rank == 0:
         checks.tell_unchecked(model)
     return model
@@ -120,7 +130,7 @@ def _plan_by_names_or_flow(
     pairs = [pair for pair in pairs_of(model, inputs) if not beside.keys() & {pair.row, *pair.columns}]
     pairs = [pair for pair in pairs if pair.is_in_a_block] or pairs
     if error is None and fits(plan, pairs):
-        return plan, False
+        return plan | plan_of_pairs(model, with_values_per_feature(model, plan, pairs), inputs, team), False
     found = plan_of_pairs(model, pairs, inputs, team)
     if not found and error is not None:
         raise error
@@ -144,6 +154,19 @@ def slices_of_plan(model: nn.Module, plan: Plan) -> dict[int, Slice]:
             if parameter is not None:
                 found[id(parameter)] = slice_
     return found
+
+
+def _tell_of_whole_blocks(model: nn.Module, plan: Plan, team: Team) -> None:
+    """A plan of the head alone, as GptOss has, leaves most of the model whole."""
+    if (
+        plan
+        and not any(word.isdigit() for path in plan for word in path.split("."))
+        and team.index == team.data_rank == 0
+    ):
+        say(
+            f"tensor: {type(model).__name__}'s own tensor-parallel plan cuts {', '.join(map(repr, plan))} alone; its "
+            "blocks stay whole on each rank. tensor_parallel.partition_config.layer_specs names more"
+        )
 
 
 def _without_odd_experts(model: nn.Module, plan: Plan, team: Team) -> Plan:
@@ -229,7 +252,7 @@ def check_plan(model: nn.Module, plan: Plan, size: int) -> None:
     for path, cut in plan.items():
         module = modules[path]
         table = heads_table(path, module) if cut.kind == HEADS else None
-        if table is not None and (heads := module.get_parameter(table).shape[1]) % size:
+        if table is not None and (heads := module.get_parameter(table).shape[-1]) % size:
             raise ConfigError(
                 f"'{path}' has a number for each of {heads} heads, which do not divide among {size} "
                 "ranks; take parallel.tensor that divides them"
