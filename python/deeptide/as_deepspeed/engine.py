@@ -9,7 +9,7 @@ import functools
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,12 +30,10 @@ from deeptide.as_deepspeed.helpers import groups
 from deeptide.as_deepspeed.helpers.loader import OrderedLoader
 from deeptide.as_deepspeed.names import surface
 from deeptide.as_deepspeed.names.table import ENGINE
-from deeptide.as_deepspeed.pipe.topology import (
-    PipeDataParallelTopology,
-    PipelineParallelGrid,
-    PipeModelDataParallelTopology,
-)
 from deeptide.engine import Engine
+
+if TYPE_CHECKING:
+    from deeptide.as_deepspeed.pipe.topology import PipelineParallelGrid
 
 
 class NoSyncError(ConfigError, AssertionError):
@@ -44,6 +42,12 @@ class NoSyncError(ConfigError, AssertionError):
 
 def lay_grid(engine: DeepSpeedEngine) -> PipelineParallelGrid:
     """Makes the process groups of an engine's mesh, which deepspeed.utils.groups knows until its end. Collective."""
+    from deeptide.as_deepspeed.pipe.topology import (
+        PipeDataParallelTopology,
+        PipelineParallelGrid,
+        PipeModelDataParallelTopology,
+    )
+
     mesh = engine.mesh
     tensor = mesh.get("tensor", 1)
     topology = (

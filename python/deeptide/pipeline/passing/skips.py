@@ -43,9 +43,7 @@ class Skips:
         # The forward that runs.
         self.received: dict[str, torch.Tensor] = {}
         self._marks: dict[str, Any] = {}  # of the calls that gave them, in a forward of an open kind
-        self._own: dict[
-            str, tuple[torch.Tensor, int | None]
-        ] = {}  # values that are here, with versions
+        self._own: dict[str, tuple[torch.Tensor, int | None]] = {}  # values that are here, with versions
         self._calls: Counter[tuple[int, str]] = Counter()
         self._block = -1
         self._has_begun = False  # what no earlier stage computes
