@@ -279,8 +279,10 @@ def heads_table(path: str, module: nn.Module) -> str | None:
 def slices_of_heads(path: str, module: nn.Module) -> dict[str, Slice]:
     """The slice of such a table by its name; empty for other modules."""
     name = heads_table(path, module)
-    shape = () if name is None else module.get_parameter(name).shape
-    return {} if name is None else {name: Slice(len(shape) - 1, (shape[-1],))}
+    if name is None:
+        return {}
+    shape = module.get_parameter(name).shape
+    return {name: Slice(len(shape) - 1, (shape[-1],))}
 
 
 def as_heads(path: str, module: nn.Module, team: Team) -> None:

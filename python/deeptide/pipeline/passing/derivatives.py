@@ -34,7 +34,7 @@ def _install() -> None:
             border.check(outputs, args[3])
         return plain(outputs, *args, **kwargs)
 
-    torch.autograd._engine_run_backward = run  # type: ignore[attr-defined, unused-ignore]
+    torch.autograd._engine_run_backward = run  # type: ignore[assignment, attr-defined, unused-ignore]
 
 
 class Border:
@@ -126,5 +126,5 @@ def watch_hooks(value: torch.Tensor, path: str, has_begun: Callable[[], bool]) -
             )
         return RemovableHandle(OrderedDict())
 
-    value.register_hook = register  # type: ignore[method-assign, assignment]
+    value.register_hook = register  # type: ignore[method-assign]
     value.retain_grad = lambda: None  # type: ignore[method-assign]
