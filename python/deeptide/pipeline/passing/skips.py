@@ -17,9 +17,9 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from deeptide._model.recomputation import in_backward
+from deeptide.pipeline.cutting.derivatives import watch_hooks
 from deeptide.pipeline.cutting.digest import digest
 from deeptide.pipeline.errors import PipelineError
-from deeptide.pipeline.passing.derivatives import watch_hooks
 from deeptide.pipeline.passing.elsewhere import Elsewhere, ElsewhereError, elsewhere_in, version_of
 
 
@@ -43,9 +43,7 @@ class Skips:
         # The forward that runs.
         self.received: dict[str, torch.Tensor] = {}
         self._marks: dict[str, Any] = {}  # of the calls that gave them, in a forward of an open kind
-        self._own: dict[
-            str, tuple[torch.Tensor, int | None]
-        ] = {}  # values that are here, with versions
+        self._own: dict[str, tuple[torch.Tensor, int | None]] = {}  # values that are here, with versions
         self._calls: Counter[tuple[int, str]] = Counter()
         self._block = -1
         self._has_begun = False  # what no earlier stage computes
