@@ -21,9 +21,10 @@ from torch.utils._pytree import tree_map_only
 
 from deeptide._model.recomputation import in_backward, kept_as_they_are
 from deeptide._process import generators
+from deeptide.pipeline.cutting import derivatives
 from deeptide.pipeline.cutting.digest import are_alike, digest, sums_of
 from deeptide.pipeline.errors import PipelineError
-from deeptide.pipeline.passing import derivatives, draws
+from deeptide.pipeline.passing import draws
 from deeptide.pipeline.passing.carried import CARRIED, completed, is_carried, placed, take_in, with_values
 from deeptide.pipeline.passing.derived import Derived
 from deeptide.pipeline.passing.elsewhere import Elsewhere, ElsewhereError, MadeElsewhere, elsewhere_in, with_received

@@ -17,9 +17,9 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from deeptide._model.recomputation import in_backward
+from deeptide.pipeline.cutting.derivatives import watch_hooks
 from deeptide.pipeline.cutting.digest import digest
 from deeptide.pipeline.errors import PipelineError
-from deeptide.pipeline.passing.derivatives import watch_hooks
 from deeptide.pipeline.passing.elsewhere import Elsewhere, ElsewhereError, elsewhere_in, version_of
 
 

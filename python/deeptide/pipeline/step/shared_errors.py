@@ -19,7 +19,7 @@ def is_shared(error: Exception) -> bool:
 
 
 def packed(error: Exception, rank: int) -> list[str | int]:
-    """What travels to the other stages."""
+    """The message to the other stages."""
     kind = type(error)
     return [kind.__module__, kind.__qualname__, rank, str(error)[:_LONGEST]]
 

@@ -147,7 +147,7 @@ def test_a_derivative_of_which_stages_have_parts_is_refused(derive):
 
 
 def of_hidden(model, x):
-    """Of the last stage alone."""
+    """Differentiates what the last stage alone computes."""
     hidden = torch.nn.functional.gelu(model.energy(x))
     return torch.autograd.grad(model.head(hidden).sum(), hidden, create_graph=True)[0]
 
@@ -200,7 +200,7 @@ def test_a_hook_that_only_a_later_stage_registers_is_refused():
 
 
 class Written(Watched):
-    """What the first block returns is written between blocks of a later stage, and used at the end."""
+    """The first block's output is written between blocks of a later stage, and used at the end."""
 
     def forward(self, x, labels):
         early = self.blocks[0](self.first(x))

@@ -25,7 +25,7 @@ _CURE = "differentiate inside one block, or train the model without a pipeline"
 @functools.cache
 def _install() -> None:
     """Once, and for good: grad() and backward() come here however a program has imported them."""
-    plain = torch.autograd._engine_run_backward  # type: ignore[attr-defined, unused-ignore]
+    plain: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined, unused-ignore]
 
     @functools.wraps(plain)
     def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -34,11 +34,11 @@ def _install() -> None:
             border.check(outputs, args[3])
         return plain(outputs, *args, **kwargs)
 
-    torch.autograd._engine_run_backward = run  # type: ignore[assignment, attr-defined, unused-ignore]
+    torch.autograd._engine_run_backward = run  # type: ignore[attr-defined, assignment, unused-ignore]
 
 
 class Border:
-    """What lies before a stage's part of a forward. While it runs, derivatives over it are errors.
+    """The border before a stage's part of a forward. While that runs, derivatives over it are errors.
 
     One with respect to what an earlier stage may have used lacks the part that goes over that stage.
     """
@@ -106,7 +106,7 @@ def _received_by(outputs: Iterable[torch.Tensor]) -> set[Any]:
 
 
 def refuse_transforms() -> None:
-    """Where a block is called. Errors: ElsewhereError within a transform of torch.func, or with dual numbers."""
+    """Checks a call of a block. Errors: ElsewhereError within a transform of torch.func, or with dual numbers."""
     transforms = torch._C._functorch.peek_interpreter_stack()  # type: ignore[attr-defined, unused-ignore]
     if transforms is not None or torch.autograd.forward_ad._current_level >= 0:
         raise ElsewhereError(
