@@ -263,8 +263,6 @@ class Engine(Answers, WholeSteps, LessWork, Observed, Offloading):
 
         with self._synced():
             rebuild(self)
-        if self._activations is not None:
-            self._activations.follow()
         self._core.set_gradient_accumulation_boundary(False if self._in_no_sync else self._boundary)
         self._know_parameters()
 

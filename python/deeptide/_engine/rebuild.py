@@ -48,6 +48,8 @@ def rebuild(engine: Engine) -> None:
     engine._registrations = seen
     if optimizer is not None and plan is not None:
         optimizer.follow(plan, engine._core)
+    if engine._activations is not None:
+        engine._activations.follow()
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from deeptide.pipeline import PipelineModule
 from deeptide.tensor import kept, make_team, mpu, team_of
 from deeptide.tensor.cutting.slices import Slice, adding_names, slices_of
 
-PRELOAD = ("deeptide.as_deepspeed.initialize", "deeptide.as_deepspeed.training.tensor_parallel", "deeptide.tensor.axis")
+PRELOAD = ("deeptide.as_deepspeed.initialize", "deeptide.as_deepspeed.tensor.tensor_parallel", "deeptide.tensor.axis")
 SIZE = 2
 
 
@@ -57,7 +57,7 @@ def begin_by_tp_model_init():
     model = models.make_model()
     config = {**models.config(1, micro=cut.MICRO), "tensor_parallel": {"autotp_size": SIZE}}
     config["tensor_parallel"]["partition_config"] = {"use_default_specs": False, "layer_specs": cut.SPECS}
-    assert deepspeed("training.tensor_parallel").tp_model_init(model, SIZE, torch.float32, config) is model
+    assert deepspeed("tensor.tensor_parallel").tp_model_init(model, SIZE, torch.float32, config) is model
     assert team_of(model).size == SIZE
     assert model.h[0].up.weight.shape == (30, 20)
     engine = deepspeed("initialize").initialize(model=model, config=config)[0]

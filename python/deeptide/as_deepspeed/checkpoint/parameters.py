@@ -48,7 +48,7 @@ def is_zero_param(parameter: torch.Tensor) -> bool:
 def _contradicting_single_rank_pg_error(
     dp_world_size: int, explicit_process_group: object, env: Mapping[str, str | None] | None = None
 ) -> str | None:
-    """What to say where the default process group has one rank, and the launcher started more; else None."""
+    """Says why a default process group has one rank where the launcher started more; else None."""
     world = str((os.environ if env is None else env).get("WORLD_SIZE"))
     if dp_world_size != 1 or explicit_process_group is not None or not world.isdigit() or int(world) < 2:
         return None

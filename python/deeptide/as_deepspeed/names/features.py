@@ -218,7 +218,7 @@ for _module in ("compression", "compression.scheduler"):
         "deeptide.compression:CompressionSchedule", "takes ds_config; the engine has its own"
     )
 FEATURES.setdefault("deepspeed.runtime.tensor_parallel.config", {})["_get_hf_tp_plan"] = ours(
-    "training.layer_specs:_get_hf_tp_plan"
+    "tensor.layer_specs:_get_hf_tp_plan"
 )
 _SPECS = "data alone: partition_config takes the specs as dictionaries, and initialize reads a model's plan by itself"
 for _module, _words in (
@@ -226,7 +226,7 @@ for _module, _words in (
     ("module_inject.tp_plan_converter", "TPPlanConverter"),
 ):
     FEATURES.setdefault(f"deepspeed.{_module}", {}).update(
-        {name: differs(f"training.layer_specs:{name}", _SPECS) for name in _words.split()}
+        {name: differs(f"tensor.layer_specs:{name}", _SPECS) for name in _words.split()}
     )
 
 ALIASES_OF_FEATURES = {

@@ -134,7 +134,7 @@ HELPERS: dict[str, dict[str, Name]] = {
         "config.precision", "DeepSpeedBF16Config", "DeepSpeedFP16Config", "get_bfloat16_config", "get_float16_config"
     ),
     "deepspeed.runtime.sequence_parallel.ulysses_sp": {
-        name: differs(f"training.tiled:{name}", "backward computes each shard again; compute_params need not be named")
+        name: differs(f"tensor.tiled:{name}", "backward computes each shard again; compute_params need not be named")
         for name in ("SequenceTiledCompute", "TiledFusedLogitsLoss", "TiledMLP", "sequence_tiled_compute")
     },
     "deepspeed.runtime.zero.config": _all(
@@ -158,7 +158,7 @@ HELPERS: dict[str, dict[str, Name]] = {
         "DeepSpeedZeroLeafModuleConfig",
     ),
     "deepspeed.runtime.zero.tiling": _all(
-        "training.tiled", "TiledLinear", "TiledLinearReturnBias", "split_tensor_along_last_dim"
+        "tensor.tiled", "TiledLinear", "TiledLinearReturnBias", "split_tensor_along_last_dim"
     ),
     "deepspeed.utils.torch": _all("versions", "required_torch_version"),
     "deepspeed.runtime.config": _all("config.values", *_CONFIG_FUNCTIONS.split())

@@ -170,8 +170,8 @@ _ZERO = {
         "checkpoint.parameters:unwrap_model_for_generation", "yields the model: generate() works"
     ),
     "DeepSpeedZeRoOffload": absent("parameters are sharded by initialize; use zero.Init and deepspeed.initialize"),
-    "TiledLinear": ours("training.tiled:TiledLinear"),
-    "TiledLinearReturnBias": ours("training.tiled:TiledLinearReturnBias"),
+    "TiledLinear": ours("tensor.tiled:TiledLinear"),
+    "TiledLinearReturnBias": ours("tensor.tiled:TiledLinearReturnBias"),
 }
 
 _ESTIMATES = {
@@ -257,8 +257,8 @@ _TOP = {
     "PipelineModule": _PIPE_NAMES["PipelineModule"],
     "DualPipeVEngine": absent(_DUAL),
     "DualPipeVModule": absent(_DUAL),
-    "tp_model_init": differs("training.tensor_parallel:tp_model_init", _TENSOR),
-    "set_autotp_mode": differs("training.tensor_parallel:set_autotp_mode", "has no effect: initialize cuts layers"),
+    "tp_model_init": differs("tensor.tensor_parallel:tp_model_init", _TENSOR),
+    "set_autotp_mode": differs("tensor.tensor_parallel:set_autotp_mode", "has no effect: initialize cuts layers"),
     "replace_transformer_layer": absent(_INFERENCE),
     "revert_transformer_layer": absent(_INFERENCE),
     "DeepSpeedTransformerLayer": differs("deeptide.ops.transformer:DeepSpeedTransformerLayer", _LAYER),

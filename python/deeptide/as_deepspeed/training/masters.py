@@ -21,7 +21,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 class MasterCopy(torch.Tensor):
-    """What a rank holds, as it was when it was read. Whatever is computed from it is a plain tensor."""
+    """A part that a rank holds, as it was when it was read. Whatever is computed from it is a plain tensor."""
 
     @classmethod
     def __torch_function__(
@@ -50,7 +50,7 @@ def _plain(value: Any) -> Any:
 
 
 def of_group(parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
-    """What this rank holds of each parameter's master, flat; of one that it holds nothing of, an empty tensor."""
+    """This rank's part of each parameter's master, flat; of one that it holds nothing of, an empty tensor."""
     pieces = [utils.safe_get_local_fp32_param(parameter) for parameter in parameters]
     return [torch.empty(0) if piece is None else piece.detach().float().flatten() for piece in pieces]
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from deeptide._C import ConfigError
-from deeptide._model.structure import Structure
+from deeptide._model.changes import Structure
 from deeptide.pipeline.partition import balanced
 from deeptide.pipeline.passing.elsewhere import ElsewhereError
 from deeptide.pipeline.passing.hidden import Hidden, state_of

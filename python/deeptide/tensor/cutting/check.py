@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from deeptide._C import CommError, ConfigError
-from deeptide._model.structure import Structure
+from deeptide._model.changes import Structure
 from deeptide._process.log import say
 from deeptide.pipeline.passing.draws import may_draw
 from deeptide.pipeline.step.undo import Buffers

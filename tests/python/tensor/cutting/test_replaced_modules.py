@@ -9,7 +9,7 @@ from conftest import run_ranks
 from torch import nn
 
 import deeptide
-from deeptide._model.structure import Structure
+from deeptide._model.changes import Structure
 from deeptide.tensor import make_team, split_model
 
 

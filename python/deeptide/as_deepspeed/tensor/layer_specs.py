@@ -78,7 +78,7 @@ class AutoTPConfig:
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any]) -> AutoTPConfig:
-        """Of a dictionary; keys that it does not know are left out."""
+        """Takes a dictionary; keys that it does not know are left out."""
         known = {key: value for key, value in config_dict.items() if key in cls.__dataclass_fields__}
         specs = [TPLayerSpec(**spec) for spec in known.pop("layer_specs", [])]
         return cls(layer_specs=specs, **known)
