@@ -184,6 +184,7 @@ class DEEPTIDE_API PipelineModule : public torch::nn::Module {
     int64_t number = 0;                         // of the key, alike on all stages
     std::vector<int> stages;                    // ascending
     std::shared_ptr<torch::nn::Module> module;  // on these stages
+    std::string key;
   };
   /// Those of this stage.
   const std::vector<Tie>& ties() const { return ties_; }
@@ -223,7 +224,7 @@ class DEEPTIDE_API PipelineEngine {
   /// The scalar loss of a micro-batch, on the last stage, of the last layer's outputs.
   using Loss = std::function<at::Tensor(const Activations& outputs, const Activations& targets)>;
   /// Returns the next micro-batch of this rank's data rank: the first and the last stage call theirs as often as a step
-  /// has micro-batches, others never.
+  /// has micro-batches, others never. Both get the same: where each returns inputs and targets, these are compared.
   using Batches = std::function<MicroBatch()>;
 
   /// Collective. Errors: ConfigError.
@@ -239,7 +240,9 @@ class DEEPTIDE_API PipelineEngine {
   int data_rank() const;
   int data_size() const;
 
-  /// Collective over all stages. One optimizer step. Errors: ValueError if the loss is no scalar; what `next` throws.
+  /// Collective over all stages. One optimizer step. Errors: ValueError if the loss is no scalar, if the
+  /// first and the last stage got other micro-batches, or if a forward writes a buffer of a module that stages share;
+  /// what `next` throws.
   PipelineStep train_batch(const Batches& next);
   /// Collective over all stages. Returns the mean loss of so many micro-batches, without gradients.
   double eval_batch(const Batches& next, int64_t micro_batches);

@@ -4,6 +4,7 @@
 
 #include <numeric>
 
+#include "base/digest.h"
 #include "base/json.h"
 #include "base/libraries/format.h"
 #include "deeptide/binding.h"
@@ -60,6 +61,25 @@ double mean_of(const std::vector<double>& values) {
   return std::accumulate(values.begin(), values.end(), 0.0) / static_cast<double>(values.size());
 }
 
+uint64_t digest_of(const Activations& tensors, uint64_t so_far) {
+  for (const at::Tensor& tensor : tensors) {
+    if (!tensor.defined()) continue;
+    const at::Tensor bytes = tensor.detach().cpu().contiguous();
+    so_far = so_far * 31 + digest_of_bytes(bytes.const_data_ptr(), bytes.nbytes());
+  }
+  return so_far;
+}
+
+/// To compare with another stage's; 0 where one of them does without inputs or targets. A double holds 52 bits of it.
+double digest_of(const std::vector<MicroBatch>& batches) {
+  uint64_t digest = 1;
+  for (const MicroBatch& batch : batches) {
+    if (batch.inputs.empty() || batch.targets.empty()) return 0.0;
+    digest = digest_of(batch.targets, digest_of(batch.inputs, digest));
+  }
+  return batches.empty() ? 0.0 : static_cast<double>(digest >> 12);
+}
+
 }  // namespace
 
 struct PipelineEngine::Impl {
@@ -88,13 +108,19 @@ struct PipelineEngine::Impl {
     return batches;
   }
 
-  /// Collective. The last stage's mean, on every rank.
-  double agreed_loss(const std::vector<double>& losses) {
+  /// Collective. The last stage's mean, on every rank. Errors: ValueError on all if the stages got other micro-batches.
+  double agreed_loss(const std::vector<double>& losses, const std::vector<MicroBatch>& batches) {
     const double own = losses.empty() ? 0.0 : engine.mean(mean_of(losses));
     if (!stage) return own;
-    const double loss = stage->exchange({own}).back();
+    const std::vector<double> all = stage->exchange({digest_of(batches), own});
+    const double first = all.front(), last = all.at(all.size() - 2);
+    TORCH_CHECK_VALUE(first == 0.0 || last == 0.0 || first == last, "the micro-batches of stages 0 and ",
+                      model->num_stages() - 1,
+                      " differ, so that the targets are not those of the inputs: `next` must return the same on both. "
+                      "Seed what it draws alike, or return inputs alone on the first stage and targets alone on the "
+                      "last");
     stage->begin_step();  // the next one
-    return loss;
+    return all.back();
   }
 
   void set_training(bool on) {
@@ -139,7 +165,7 @@ PipelineStep PipelineEngine::train_batch(const Batches& next) {
     const std::vector<MicroBatch> batches = impl_->take(next, count);
     impl_->set_training(true);
     auto [losses, outcome] = impl_->run.train(impl_->schedule, batches, static_cast<int>(count));
-    return PipelineStep{impl_->agreed_loss(losses), std::move(outcome)};
+    return PipelineStep{impl_->agreed_loss(losses, batches), std::move(outcome)};
   });
 }
 
@@ -150,7 +176,7 @@ double PipelineEngine::eval_batch(const Batches& next, int64_t micro_batches) {
     impl_->set_training(false);
     const std::vector<double> losses = impl_->run.evaluate(batches, static_cast<int>(micro_batches));
     if (impl_->stage) impl_->stage->meet();
-    const double loss = impl_->agreed_loss(losses);
+    const double loss = impl_->agreed_loss(losses, batches);
     impl_->set_training(was_training);
     return loss;
   });

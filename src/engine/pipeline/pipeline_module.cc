@@ -148,7 +148,7 @@ void PipelineModule::add(const Layers& layers, int64_t index,
       named_children()["tied_modules"]->register_module(layer.key(), made.module);
     }
     const auto number = std::distance(stages_of_key.begin(), stages_of_key.find(layer.key()));
-    if (stages.size() > 1) ties_.push_back({number, stages, made.module});
+    if (stages.size() > 1) ties_.push_back({number, stages, made.module, layer.key()});
   }
   const PipelineLayer::Made& made = tied_.at(layer.key());
   if (stages.front() == stage_ && num_trained(*made.module) > 0) trains_[chunk] = true;

@@ -64,7 +64,7 @@ class Holding {
 }  // namespace
 
 StageRun::StageRun(Engine& engine, PipelineStage* stage, const PipelineModule& model, const PipelineEngine::Loss& loss)
-    : engine_(engine), stage_(stage), model_(model), loss_(loss), shared_(model) {
+    : engine_(engine), stage_(stage), model_(model), loss_(loss), shared_(model), buffers_(model) {
   if (stage_ != nullptr) letters_.emplace(*stage_);
 }
 
@@ -181,8 +181,11 @@ void StageRun::receive_activation(const Piece& piece) {
 }
 
 Activations StageRun::output_of(const Piece& piece, const std::vector<MicroBatch>& batches) {
-  if (part(piece.first) == 0) return model_.forward(batches.at(piece.second).inputs, piece.first);
-  return model_.forward(handed(inputs_.at(piece)), piece.first);
+  buffers_.keep();
+  Activations outputs = part(piece.first) == 0 ? model_.forward(batches.at(piece.second).inputs, piece.first)
+                                               : model_.forward(handed(inputs_.at(piece)), piece.first);
+  buffers_.check();
+  return outputs;
 }
 
 at::Tensor StageRun::loss_of(const Activations& outputs, const MicroBatch& batch) {

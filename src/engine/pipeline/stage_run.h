@@ -13,6 +13,7 @@
 
 #include "deeptide/pipeline_schedule.h"
 #include "engine/pipeline/letters.h"
+#include "engine/pipeline/shared_buffers.h"
 #include "engine/pipeline/shared_weights.h"
 #include "engine/pipeline/weights_aside.h"
 
@@ -67,6 +68,7 @@ class StageRun {
   const PipelineEngine::Loss& loss_;
   std::optional<Letters> letters_;
   SharedWeights shared_;
+  SharedBuffers buffers_;
   int64_t number_ = 0;  // of steps and evaluations so far
   Piece final_;         // of the last backward
   std::set<Piece> closing_;

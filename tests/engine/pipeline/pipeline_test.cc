@@ -414,6 +414,57 @@ TEST(Pipeline, TrainsWhereAStageDetaches) {
   expect_layers_trained_as_on_one_stage({pass, detach}, "1f1b");
 }
 
+struct CountingImpl : torch::nn::Module {
+  CountingImpl()
+      : weight(register_parameter("weight", torch::ones(kWidth))), calls(register_buffer("calls", torch::zeros({1}))) {}
+  Tensor forward(const Tensor& x) {
+    if (is_training()) calls.add_(1);
+    return x * weight;
+  }
+  Tensor weight, calls;
+};
+TORCH_MODULE(Counting);
+
+TEST(Pipeline, ABufferThatAForwardWritesIsNotSharedByStages) {
+  std::vector<std::string> errors(2);
+  run_ranks(2, [&](const World& world) {
+    std::vector<PipelineLayer> layers{PipelineLayer::make<torch::nn::Embedding>(kVocabulary, kWidth)};
+    for (int i = 0; i < 2; ++i) {
+      layers.push_back(PipelineLayer::tied("norm", [] { return Counting(); }));
+      layers.push_back(PipelineLayer::make<torch::nn::Linear>(kWidth, i == 0 ? kWidth : kVocabulary));
+    }
+    PipelineEngine engine(std::make_shared<PipelineModule>(layers, options_of(world, {2})), loss_of, config_at(0, {}));
+    const auto next = [] {
+      const auto [tokens, targets] = batch_of(0, kMicro);
+      return MicroBatch{{tokens}, {targets}};
+    };
+    errors[world.rank] = error_of([&] { engine.train_batch(next); });
+  });
+  for (const std::string& error : errors) {
+    EXPECT_NE(error.find("'tied_modules.norm.calls' is written in forward, and stages 0, 1 use"), std::string::npos)
+        << error;
+  }
+}
+
+TEST(Pipeline, FirstAndLastStageHaveTheSameMicroBatches) {
+  for (const bool parts : {false, true}) {
+    run_ranks(2, [&](const World& world) {
+      PipelineEngine engine(module_of(world, {2}, false), loss_of, config_at(0, {}));
+      const auto next = [&] {  // as by a generator of each stage's own
+        const auto [tokens, targets] = batch_of(world.rank, kMicro);
+        if (!parts) return MicroBatch{{tokens}, {targets}};
+        return world.rank == 0 ? MicroBatch{{tokens}, {}} : MicroBatch{{}, {targets}};
+      };
+      if (parts) {
+        EXPECT_TRUE(engine.train_batch(next).outcome.applied());
+      } else {
+        const std::string error = error_of([&] { engine.train_batch(next); });
+        EXPECT_NE(error.find("the micro-batches of stages 0 and 1 differ"), std::string::npos) << error;
+      }
+    });
+  }
+}
+
 TEST(Pipeline, AModelAsItIsIsNotCutInCpp) {
   run_ranks(1, [](const World& world) {
     TinyModel model = make_tiny();

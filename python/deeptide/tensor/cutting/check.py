@@ -288,6 +288,15 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
+def refuse_unchecked(model: nn.Module) -> None:
+    """Errors: ConfigError: layers were found by names, and no input is known by which that could be checked."""
+    raise ConfigError(
+        f"tensor: the layers of {type(model).__name__} are found by their names, and its inputs are not known, so that "
+        "nothing shows whether ranks may share them: call deeptide.tensor.split_model(model, team, example={…}) before "
+        "initialize, name the layers in tensor_parallel.partition_config, or set parallel.tensor_check to false"
+    )
+
+
 def tell_unchecked(model: nn.Module) -> None:
     """Says that no input is known."""
     say(

@@ -72,7 +72,7 @@ def split_model(
     rank's values count. check: compares outputs and gradients of a small run with the whole model's: of `example`,
     keyword arguments, or of a few words, a picture or a sound for Transformers' models. sequence_parallel_norms:
     between attention and MLP each rank has a part of the positions. Errors: ConfigError, before anything is changed but
-    where the check fails.
+    where the check fails; also where layers are found by names, and no inputs are known to check that with.
     """
     if team_of(model) is not None:
         raise ConfigError("split_model: layers of the model are cut already")
@@ -84,6 +84,8 @@ def split_model(
             plan = _without_odd_experts(model, plan, team)
             _tell_of_whole_blocks(model, plan, team)
         check_plan(model, plan, team.size)
+        if checked and checked.whole is None and not (is_own or layer_specs):
+            checks.refuse_unchecked(model)
         between = None if is_own else next(per_feature(model, plan), None)
         if between is not None and (checked is None or checked.whole is None):
             raise ConfigError(

@@ -110,7 +110,7 @@ def test_a_model_is_compared_with_what_its_configuration_describes_and_trains_as
     compared = []
     compare = check.compare
     monkeypatch.setattr(
-        check, "compare", lambda model, whole, team: (compared.append(whole), compare(model, whole, team))
+        check, "compare", lambda model, whole, *rest: (compared.append(whole), compare(model, whole, *rest))
     )
     shared = run_ranks(2, train, kind, 2, compared)
     assert len(compared) == 2 and all(trial.outputs for trial in compared)
@@ -158,13 +158,18 @@ def test_numbers_that_another_thread_draws_during_the_check_stay_drawn():
     assert torch.equal(torch.rand(3), expected[1])
 
 
-def test_a_model_that_does_not_run_with_guessed_inputs_is_told_of_and_not_refused(caplog):
+def test_a_model_that_does_not_run_with_guessed_inputs_is_refused_unless_an_example_or_its_layers_are_given():
     sizes = {**_VISION, "vocab_size": 61, "max_position_embeddings": 16}
 
     def rank(world):
+        team = make_team(2, world, 60.0)
         model = models.make_model(kind=lambda: Picky(transformers.BertConfig(**sizes)))
-        split_model(model, make_team(2, world, 60.0))
+        with pytest.raises(
+            deeptide.ConfigError, match="layers of Picky are found by their names, and its inputs are not"
+        ):
+            split_model(model, team)
+        assert model.bert.encoder.layer[0].intermediate.dense.weight.shape == (48, 32)
+        split_model(model, team, check=False)
         assert model.bert.encoder.layer[0].intermediate.dense.weight.shape == (24, 32)
 
     run_ranks(2, rank)
-    assert "Picky is not compared with the whole model" in caplog.text
