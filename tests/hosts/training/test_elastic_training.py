@@ -71,7 +71,7 @@ def test_the_loss_goes_on_when_hosts_go_and_come_back(hosts, undisturbed):
     assert job.wait(200) == 0, job.output + job.errors
     worlds = re.findall(r"(\d) ranks on (\d) hosts", job.errors)
     assert worlds == [("3", "3"), ("2", "2"), ("3", "3")], job.errors
-    assert "batch: 12 = 2 per rank x 3 accumulated x 2 ranks" in job.errors
+    assert "batch 12 = 2 x 2 x 3 accumulated" in job.errors
     seen = curve(job.output)
     assert seen[:3] == [(step, undisturbed[step]) for step in (0, 2, 4)]  # the same world: the same bits
     assert {step for step, _ in seen} == undisturbed.keys() and len(seen) > len(undisturbed)
