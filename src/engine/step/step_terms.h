@@ -12,6 +12,7 @@
 #include "engine/step/boundary.h"
 #include "gradients/reducer.h"
 #include "zero/states/optimizer_states.h"
+#include "zero/states/step_counts.h"
 
 namespace deeptide::engine {
 
