@@ -246,8 +246,9 @@ def interrupted(stage, seed, folder):
                 for pid in reversed(pids):  # itself last: its main thread may keep this one waiting then
                     os.kill(pid, signal.SIGINT)
 
-            threading.Thread(target=interrupt).start()
         try:
+            if engine.world.rank == 0:
+                threading.Thread(target=interrupt).start()
             while True:
                 engine.backward(engine(*next(loader)))
                 if engine.step().applied:
