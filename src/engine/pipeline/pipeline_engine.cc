@@ -109,10 +109,10 @@ struct PipelineEngine::Impl {
   }
 
   /// Collective. The last stage's mean, on every rank. Errors: ValueError on all if the stages got other micro-batches.
-  double agreed_loss(const std::vector<double>& losses, const std::vector<MicroBatch>& batches) {
+  double agreed_loss(const std::vector<double>& losses, double digest) {
     const double own = losses.empty() ? 0.0 : engine.mean(mean_of(losses));
     if (!stage) return own;
-    const std::vector<double> all = stage->exchange({digest_of(batches), own});
+    const std::vector<double> all = stage->exchange({digest, own});
     const double first = all.front(), last = all.at(all.size() - 2);
     TORCH_CHECK_VALUE(first == 0.0 || last == 0.0 || first == last, "the micro-batches of stages 0 and ",
                       model->num_stages() - 1,
@@ -163,20 +163,22 @@ PipelineStep PipelineEngine::train_batch(const Batches& next) {
   return impl_->told("failed in train_batch", [&] {
     const int64_t count = impl_->engine.batch_sizes().accumulation;
     const std::vector<MicroBatch> batches = impl_->take(next, count);
+    const double digest = impl_->stage ? digest_of(batches) : 0.0;  // now: layers may write into their inputs
     impl_->set_training(true);
     auto [losses, outcome] = impl_->run.train(impl_->schedule, batches, static_cast<int>(count));
-    return PipelineStep{impl_->agreed_loss(losses, batches), std::move(outcome)};
+    return PipelineStep{impl_->agreed_loss(losses, digest), std::move(outcome)};
   });
 }
 
 double PipelineEngine::eval_batch(const Batches& next, int64_t micro_batches) {
   return impl_->told("failed in eval_batch", [&] {
     const std::vector<MicroBatch> batches = impl_->take(next, micro_batches);
+    const double digest = impl_->stage ? digest_of(batches) : 0.0;
     const bool was_training = impl_->model->is_training();
     impl_->set_training(false);
     const std::vector<double> losses = impl_->run.evaluate(batches, static_cast<int>(micro_batches));
     if (impl_->stage) impl_->stage->meet();
-    const double loss = impl_->agreed_loss(losses, batches);
+    const double loss = impl_->agreed_loss(losses, digest);
     impl_->set_training(was_training);
     return loss;
   });

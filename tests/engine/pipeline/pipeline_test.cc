@@ -446,6 +446,21 @@ TEST(Pipeline, ABufferThatAForwardWritesIsNotSharedByStages) {
   }
 }
 
+TEST(Pipeline, AFirstLayerMayWriteIntoItsMicroBatch) {
+  run_ranks(2, [](const World& world) {
+    std::vector<PipelineLayer> layers{PipelineLayer::function([](const Tensor& x) { return x.add_(1).remainder_(5); })};
+    layers.push_back(PipelineLayer::make<torch::nn::Embedding>(kVocabulary, kWidth));
+    layers.push_back(PipelineLayer::make<Block>());
+    layers.push_back(PipelineLayer::make<torch::nn::Linear>(kWidth, kVocabulary));
+    PipelineEngine engine(std::make_shared<PipelineModule>(layers, options_of(world, {2})), loss_of, config_at(0, {}));
+    const auto next = [] {
+      const auto [tokens, targets] = batch_of(0, kMicro);
+      return MicroBatch{{tokens.clone()}, {targets.clone()}};
+    };
+    EXPECT_TRUE(engine.train_batch(next).outcome.applied());
+  });
+}
+
 TEST(Pipeline, FirstAndLastStageHaveTheSameMicroBatches) {
   for (const bool parts : {false, true}) {
     run_ranks(2, [&](const World& world) {
