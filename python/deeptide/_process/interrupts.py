@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # what `signal` wraps, which takes 20 times as long
 import contextlib
 import signal
 import threading
@@ -14,7 +15,9 @@ from typing import Any
 
 from deeptide import _C
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
+_SIGNALS = tuple(
+    map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2))
+)
 _LONGEST = 20.0  # seconds that a handler waits for an update's end: the others may not come any more
 BEFORE_UPDATES = 3.0  # likewise, in a step whose ranks have not met: nothing has changed
 _TOGETHER = 1.0  # within them a signal counts once: a terminal and a launcher may both send it
@@ -33,37 +36,71 @@ class _Held:
         self._timer: threading.Timer | None = None
         self._is_timers = False  # the signal that comes
 
+    def begin(self) -> None:
+        for number in _SIGNALS:
+            handler = _signal.getsignal(number)
+            before = getattr(handler, "__self__", None)
+            if isinstance(before, _Held):  # another signal has ended it too early
+                handler = before.handlers[number]
+            if callable(handler):  # not C's, which raises nothing
+                self.handlers[number] = handler
+                _signal.signal(number, self.note)
+
+    def end(self) -> None:
+        """Runs the handlers that have waited. Another signal may come between any two lines: it calls `note`."""
+        if self._timer is not None:
+            self._timer.cancel()
+        try:
+            self._run_handlers()
+        finally:
+            self._give_back()
+
     def note(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
+        now, is_timers = time.monotonic(), self._is_timers
+        self._is_timers = False
+        if _held is not self:  # it has ended
+            if not is_timers:
+                self.came.setdefault(number, now)
+            self.end()
+            return
         waited = now - self.came.setdefault(number, now)
         if waited <= _TOGETHER:
             self._arm(number, self.longest)
-        elif waited < _LONGEST and self._is_timers and _C.is_in_update():
+        elif waited < _LONGEST and is_timers and _C.is_in_update():
             self._timer = None
             self._arm(number, _LONGEST - waited)
         else:  # time is over, or somebody insists
             del self.came[number]
             self.handlers[number](number, frame)
 
+    def _give_back(self) -> None:
+        for number, handler in self.handlers.items():
+            if _signal.getsignal(number) == self.note:  # else the program has set another one inside
+                _signal.signal(number, handler)
+
+    def _run_handlers(self) -> None:
+        """Each of them, whatever the ones before raise."""
+        if self.came:
+            try:
+                self.handlers[number := self.came.popitem()[0]](number, None)  # no line lies between
+            finally:
+                self._run_handlers()
+
     def _arm(self, number: int, seconds: float) -> None:
         if self._timer is not None:
             return
-        self._is_timers = False
         main = threading.main_thread().ident
         assert main is not None
 
         def remind() -> None:
-            self._is_timers = True
-            signal.pthread_kill(main, number)
+            if _held is self:
+                self._is_timers = True
+                signal.pthread_kill(main, number)
 
         self._timer = threading.Timer(seconds, remind)
         self._timer.daemon = True
         with contextlib.suppress(RuntimeError):  # the system refuses a thread, or the interpreter ends
             self._timer.start()
-
-    def end(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
 
 
 _held: _Held | None = None  # of the main thread
@@ -77,29 +114,13 @@ def held_signals(longest: float = _LONGEST) -> Iterator[None]:
         yield
         return
     held = _Held(longest)
-    for number in map(int, _SIGNALS):
-        handler = signal.getsignal(number)
-        if callable(handler):  # not C's, which raises nothing
-            held.handlers[number] = handler
     try:
-        for number in held.handlers:
-            signal.signal(number, held.note)
         _held = held
+        held.begin()
         yield
     finally:
         _held = None
-        _give_back(held)
-
-
-def _give_back(held: _Held) -> None:
-    """Runs the handlers that have waited once all have their places again."""
-    with contextlib.ExitStack() as last:  # each of them, whatever the ones before raise
-        for number in sorted(held.came, reverse=True):
-            last.callback(held.handlers[number], number, None)
-        for number, handler in held.handlers.items():
-            if signal.getsignal(number) == held.note:  # else the program has set another one inside
-                last.callback(signal.signal, number, handler)
-        last.callback(held.end)
+        held.end()
 
 
 def wait_for_signal() -> bool:

@@ -237,9 +237,12 @@ def interrupted(stage, seed, folder):
     steps = set()
     for number in range(6):
         delay, trained = draws.uniform(0, 0.1), threading.Event()
+        ready = [pathlib.Path(folder, f"ready{number}.{rank}") for rank in range(engine.world.size)]
         if engine.world.rank == 0:
 
-            def interrupt(number=number, delay=delay, trained=trained):
+            def interrupt(number=number, delay=delay, trained=trained, ready=ready):
+                while not all(path.exists() for path in ready):
+                    time.sleep(0.001)
                 if number % 2:
                     trained.wait()  # so that a busy machine comes on, too
                 time.sleep(delay)
@@ -249,6 +252,7 @@ def interrupted(stage, seed, folder):
         try:
             if engine.world.rank == 0:
                 threading.Thread(target=interrupt).start()
+            ready[engine.world.rank].touch()  # from here on an interrupt is caught
             while True:
                 engine.backward(engine(*next(loader)))
                 if engine.step().applied:
