@@ -96,6 +96,17 @@ def kept() -> Iterator[None]:
             set_states(before)
 
 
+@contextmanager
+def alike() -> Iterator[None]:
+    """Inside, all generators give the same numbers each time; afterwards they have their states back."""
+    with kept():
+        torch.default_generator.manual_seed(0)
+        random.seed(0)
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed(0)
+        yield
+
+
 def repeatable(function: Callable[..., _Result]) -> Callable[..., _Result]:
     """The function, whose later calls draw from Python and NumPy what the first drew, as a checkpoint calls it.
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from deeptide._C import CommError, ConfigError
 from deeptide._model.changes import Structure
+from deeptide._process import generators
 from deeptide._process.log import say
 from deeptide.pipeline.passing.draws import may_draw
 from deeptide.pipeline.step.undo import Buffers
@@ -149,13 +150,17 @@ class _Draws(TorchDispatchMode):
 
 
 def _trial(model: nn.Module, inputs: Example) -> Trial:
-    before = torch.get_rng_state()
+    before, interpreter = torch.get_rng_state(), generators.of_interpreter()
     with _Draws() as draws:  # type: ignore[no-untyped-call]
         outputs = outputs_of(model, inputs)
-    if not draws.maybe or torch.equal(before, torch.get_rng_state()):
-        return Trial(inputs, outputs, False, None)
-    torch.set_rng_state(before)
-    return Trial(inputs, outputs_of(model, inputs, draws=True), True, None)
+    in_torch = draws.maybe and not torch.equal(before, torch.get_rng_state())
+    in_interpreter = interpreter != generators.of_interpreter()
+    if in_torch:
+        torch.set_rng_state(before)
+    if in_interpreter:
+        generators.set_interpreter(interpreter)
+    drew = in_torch or in_interpreter
+    return Trial(inputs, outputs_of(model, inputs, draws=True) if drew else outputs, drew, None)
 
 
 def _trial_of_given(model: nn.Module, example: Example) -> Trial:
@@ -185,9 +190,7 @@ def _evaluated(model: nn.Module, draws: bool) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with torch.random.fork_rng(devices=(), enabled=draws):
-            if draws:
-                torch.default_generator.manual_seed(0)
+        with generators.alike() if draws else nullcontext():
             yield
     finally:
         for module, training in modes:

@@ -2,15 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models of pictures and sound: compared at the start with inputs that their configurations describe, and trained."""
 
+import random
 import threading
 
 import cut
 import models
+import numpy
 import pytest
 import torch
 from conftest import run_ranks
 
 import deeptide
+from deeptide._process import generators
 from deeptide.tensor import make_team, split_model
 from deeptide.tensor.cutting import check
 
@@ -128,6 +131,21 @@ def test_what_is_drawn_in_evaluation_mode_is_drawn_alike_and_leaves_the_generato
     assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(3).get_state())
     for first, second in zip(trial.outputs, again, strict=True):
         assert torch.equal(first, second)
+
+
+class Noisy(torch.nn.Module):
+    """Draws from torch's, Python's and NumPy's generators, in evaluation, too."""
+
+    def forward(self, x):
+        return x * torch.rand(()) * random.random() * numpy.random.rand()
+
+
+def test_the_check_leaves_all_generators_as_they_were_and_draws_alike_each_time():
+    before = generators.states()
+    trial = check.try_whole(Noisy(), {"x": torch.ones(4)}, None)
+    assert trial.draws
+    assert torch.equal(trial.outputs[0], check.outputs_of(Noisy(), trial.inputs, trial.draws)[0])
+    assert generators.are_equal(before, generators.states())
 
 
 class Picky(transformers.BertForMaskedLM):
