@@ -28,6 +28,7 @@ def main():
     parser.add_argument(
         "--shrink", type=float, help="seconds to shrink a failing program; default: 60, and 0 with --program"
     )
+    parser.add_argument("--first", action="store_true", help="stop at the first failing program")
     parser.add_argument("--all", action="store_true", help="print each failing program, not one of each kind")
     parser.add_argument("--pipelines", action="store_true", help="only programs of pipelines")
     parser.add_argument("--models", action="store_true", help="only programs of drawn models, of all their traits")

@@ -134,7 +134,8 @@ class Campaign:
         return not self.found
 
     def _submit(self, pool):
-        seed = next(self.seeds, None) if time.monotonic() + self.longest < self.end else None
+        is_over = time.monotonic() + self.longest >= self.end or (self.options.first and self.found)
+        seed = None if is_over else next(self.seeds, None)
         if seed is None:
             return None
         self.drawn += 1

@@ -5,10 +5,13 @@
 
 python tools/mutations/run.py --build build [name …]: the faults of faults.py, or those whose names hold a given text.
 Exits with 1 if a fault survives one of its tests, or with --baseline if such a test fails without any fault.
+With --mends it takes out the mends of mends.py instead, and the fuzzer of models must find each: by the seed that is
+known to show it, or with --search by a campaign.
 """
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,10 +20,12 @@ import time
 from pathlib import Path
 
 from faults import FAULTS
+from mends import MENDS
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILED = ("src/", "include/", "python/src/")
 TEST_SECONDS = 900
+SEARCH_SECONDS, SEARCH_SEED = 600, 7000  # of a campaign, and where it begins
 
 
 def is_compiled(fault):
@@ -96,9 +101,36 @@ class Tree:
             raise SystemExit(f"{test}: pytest ended with {result.returncode}\n{told[-2000:]}")
         return result.returncode == 0
 
+    def fuzz(self, seed):
+        """The first seed whose program fails, of this one, or of a campaign's where it is None; None if none does."""
+        asked = [sys.executable, "tests/fuzz", "--models", "--first", "--shrink", "0", "--jobs", "1"]
+        asked += ["--seconds", str(SEARCH_SECONDS), "--seed", str(SEARCH_SEED if seed is None else seed)]
+        asked += [] if seed is None else ["--programs", "1"]
+        environment = {**os.environ, "PYTHONPATH": str(self.package)}
+        result = subprocess.run(asked, cwd=self.copy, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        told = result.stdout.decode(errors="replace")
+        found = re.search(r"=== seed (\d+), \d+ s: (.*)", told)
+        if found is None and "fuzz: " not in told:
+            raise SystemExit(f"the fuzzer ended with {result.returncode}\n{told[-2000:]}")
+        return found and (int(found[1]), found[2][:80])
+
+
+def try_mend(tree, mend, search):
+    """Whether the fuzzer finds a model that trains to other numbers without it. Prints what it found."""
+    started = time.monotonic()
+    found = with_fault(tree, mend, lambda: tree.fuzz(None if search else mend.seed))
+    word = f"seed {found[0]}: {found[1]}" if found else "NOT FOUND"
+    print(f"{mend.name:60} {time.monotonic() - started:4.0f} s  {word}", flush=True)
+    return bool(found)
+
 
 def try_fault(tree, fault):
     """{test: whether it passes, None where it did not end}."""
+    return with_fault(tree, fault, lambda: {test: tree.passes(test, case_limit=1) for test in fault.tests})
+
+
+def with_fault(tree, fault, look):
+    """What `look` returns while the fault is in the copy."""
     path = tree.copy / fault.file
     whole = path.read_text()
     if whole.count(fault.old) != 1:
@@ -107,9 +139,35 @@ def try_fault(tree, fault):
     try:
         if is_compiled(fault):
             tree.compile()
-        return {test: tree.passes(test, case_limit=1) for test in fault.tests}
+        return look()
     finally:
         path.write_text(whole)
+
+
+def _put_in(tree, chosen, options):
+    """What no test noticed, or failed without a fault."""
+    survived = []
+    for test in dict.fromkeys(test for fault in chosen for test in fault.tests if options.baseline):
+        if tree.passes(test, case_limit=1) is not True:
+            survived.append(f"{test} fails without any fault")
+            print(survived[-1], flush=True)
+    for fault in chosen:
+        started = time.monotonic()
+        for test, passed in try_fault(tree, fault).items():
+            word = {False: "noticed ", True: "SURVIVED", None: "NO END  "}[passed]
+            print(f"{word}  {fault.name:40} {time.monotonic() - started:4.0f} s  {test}", flush=True)
+            survived += [] if passed is False else [fault.name]
+    return survived
+
+
+def _take_out(tree, chosen, options):
+    """The mends without which the fuzzer found nothing, or whose program fails with them."""
+    survived = []
+    for mend in chosen if options.baseline else ():
+        if mend.seed is not None and tree.fuzz(mend.seed):
+            survived.append(f"the program of seed {mend.seed} fails as the tree is")
+            print(survived[-1], flush=True)
+    return survived + [mend.name for mend in chosen if not try_mend(tree, mend, options.search)]
 
 
 def main():
@@ -119,22 +177,15 @@ def main():
     parser.add_argument("--python-only", action="store_true", help="only faults that need no compiler")
     parser.add_argument("--baseline", action="store_true", help="first run the tests without a fault")
     parser.add_argument("names", nargs="*", help="parts of the names of faults; default: all")
+    parser.add_argument("--mends", action="store_true", help="the fuzzer's share, not the tests'")
+    parser.add_argument("--search", action="store_true", help="of it: from one seed on, ten minutes for each mend")
     options = parser.parse_args()
-    chosen = [f for f in FAULTS if not options.names or any(part in f.name for part in options.names)]
-    chosen = sorted((f for f in chosen if not (options.python_only and is_compiled(f))), key=is_compiled)
-    survived = []
+    known = MENDS if options.mends else FAULTS
+    chosen = [each for each in known if not options.names or any(part in each.name for part in options.names)]
+    chosen = sorted((each for each in chosen if not (options.python_only and is_compiled(each))), key=is_compiled)
     with tempfile.TemporaryDirectory(prefix="deeptide-mutations-") as folder:
         tree = Tree(Path(folder), options.build)
-        for test in dict.fromkeys(test for fault in chosen for test in fault.tests if options.baseline):
-            if tree.passes(test, case_limit=1) is not True:
-                survived.append(f"{test} fails without any fault")
-                print(survived[-1], flush=True)
-        for fault in chosen:
-            started = time.monotonic()
-            for test, passed in try_fault(tree, fault).items():
-                word = {False: "noticed ", True: "SURVIVED", None: "NO END  "}[passed]
-                print(f"{word}  {fault.name:40} {time.monotonic() - started:4.0f} s  {test}", flush=True)
-                survived += [] if passed is False else [fault.name]
+        survived = (_take_out if options.mends else _put_in)(tree, chosen, options)
     print(
         f"{len(chosen)} faults, {len(survived)} of them unnoticed" if survived else f"{len(chosen)} faults, all noticed"
     )

@@ -213,12 +213,14 @@ def set_values(model, spec, seed, name_of=str):
             parameter.requires_grad_(not any(part in name for part in spec["frozen"]))
 
 
-def batch(program, step, micro):
-    """The micro-batch of a step, which all ranks read."""
+def batch(program, step, micro, collated=True):
+    """The micro-batch of a step, which all ranks read. collated: as a collator does that masks some labels."""
     draws = torch.Generator().manual_seed(10**6 + 1000 * program["seed"] % 10**6 + 10 * step + micro)
     tokens = torch.randint(0, VOCABULARY, (2, program["length"]), generator=draws)
     given = {"tokens": tokens, "labels": tokens.roll(1, 1)}
     traits = program["model"]["traits"]
+    if collated and "collated" in traits:
+        given["labels"] = torch.where(torch.rand(tokens.shape) < 0.5, tokens, given["labels"])
     if traits.get("mask", {}).get("of") == "batch":
         given["mask"] = torch.randint(0, 3, (2, program["length"], 1), generator=draws).float()
     if "number" in traits:

@@ -20,6 +20,7 @@ Traits, of a model:
   activation: with a parameter (scalar | feature); head_norm: over heads (shared | each); shared_norm: one batch norm
   auxiliary: {"of": hidden | weight, "from": step}; exit: {"after": blocks, "from": step}; skip: past the blocks
   hook: on the tensor behind that block; grad_inside: a block uses autograd.grad; tie: head and embedding
+  collated: labels are drawn from torch's generator, as by a collator that masks
 
 Idioms, of a step, as torch's programs have them:
   other_backward: a backward of another loss, then module.zero_grad(); clip: clip_grad_norm_; halve: p.grad.mul_(0.5)
@@ -32,7 +33,10 @@ import random
 # Right today in each mesh, so that a refusal is a finding too, and CI draws these.
 RIGHT = ("form", "tie", "count", "counter", "skip")
 # Traits of blocks alone: what a model does around them is no layer.
-LAYERED = ("mask", "count", "number", "counter", "hands_buffer", "in_place", "activation", "head_norm", "grad_inside")
+LAYERED = (
+    *("mask", "count", "number", "counter", "hands_buffer", "in_place", "activation", "head_norm", "grad_inside"),
+    *("draws", "collated"),
+)
 FORMS = ("tensor", "tuple", "returned", "dict")
 INTERRUPTS = ("interrupt_forward", "interrupt_backward", "interrupt_accumulation")
 IDIOMS = ("other_backward", "clip", "halve", "lost_backward", "state_dict", "deepcopy", "evaluate", *INTERRUPTS)
@@ -66,7 +70,13 @@ def traits_of(draw, steps, blocks):
         "hook": draw.randrange(blocks),
         "grad_inside": True,
         "tie": True,
+        "collated": True,
     }
+
+
+def _is_layers(name, way):
+    """Whether layers of a PipelineModule can have a trait."""
+    return name in LAYERED and way != "between" and (name != "draws" or way["where"] == "block")
 
 
 def program_of(seed, only_right=False):
@@ -80,7 +90,9 @@ def program_of(seed, only_right=False):
     names = draw.sample(sorted(traits), draw.choice([1, 1, 2, 3]))
     idioms = [[] for _ in range(count)]
     for _ in range(draw.choice([0, 0, 1, 2]) if stages * tensor > 1 else draw.choice([1, 2, 3])):
-        idioms[draw.randrange(count)].append(draw.choice(IDIOMS))
+        step, idiom = draw.randrange(count), draw.choice(IDIOMS)
+        # What a program seeds after initialize is in no boundary before the first step's.
+        idioms[max(step, 1) if idiom in INTERRUPTS and "draws" in names else step].append(idiom)
     form = draw.choice(FORMS)
     if {"hands_buffer", "count"} & set(names) and form in ("tensor", "tuple"):
         form = draw.choice(["returned", "dict"])
@@ -88,10 +100,15 @@ def program_of(seed, only_right=False):
         names = [name for name in names if name in RIGHT]
         idioms = [[] for _ in range(count)]
         form = "tensor" if stages > 1 else form
+    zero = draw.randrange(4)
+    if "collated" in names:  # an interrupted step draws its labels anew
+        idioms = [[] for _ in range(count)]
+    if zero == 3:  # p.grad is None there, with a warning
+        idioms = [[idiom for idiom in step if idiom not in ("halve", "clip")] for step in idioms]
     through = draw.choice(["loop", "train_batch"]) if not any(idioms) else "loop"
     cut = draw.choice(["by_block", "by_block", "by_operator", "layers"])
     if cut == "layers" and (stages, tensor) == (2, 1) and not only_right:
-        names, form = [name for name in names if name in LAYERED and traits[name] != "between"], "dict"
+        names, form = [name for name in names if _is_layers(name, traits[name])], "dict"
         idioms, through = [[] for _ in range(count)], "train_batch"
     elif cut == "layers":
         cut = "by_block"
@@ -102,7 +119,7 @@ def program_of(seed, only_right=False):
         "seed": seed % 10**6,
         "length": draw.choice([3, 4]),
         "gas": draw.choice([1, 2, 3]),
-        "zero": draw.randrange(4),
+        "zero": zero,
         "stages": stages,
         "tensor": tensor,
         "schedule": draw.choice(["1f1b", "gpipe", "zero_bubble"]),
@@ -111,7 +128,7 @@ def program_of(seed, only_right=False):
         "momentum": draw.choice([0.0, 0.9]),
         "through": through if stages > 1 else "loop",
         "model": {
-            "width": 8,
+            "width": 16,  # a norm over a head of two features gives signs alone
             "blocks": blocks,
             "frozen": draw.choice([[], [], ["layers.0."], ["embed"]]) if "tie" not in names else [],
             "traits": {"form": form, **{name: traits[name] for name in names}},

@@ -26,6 +26,17 @@ def seed_all(seed):
     random.seed(seed)
 
 
+def generators():
+    """The states of all that."""
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+
+def set_generators(states):
+    """states: as `generators` returned them."""
+    for give_back, state in zip((torch.set_rng_state, np.random.set_state, random.setstate), states, strict=True):
+        give_back(state)
+
+
 class InterruptedStepError(Exception):
     """A program's answer to an interrupt in the midst of a step."""
 
@@ -89,6 +100,11 @@ class Plain(Side):
         self.module = make(program["model"], program["seed"])
         self.momenta = {}
         seed_all(program["seed"])
+        self._note_boundary()
+
+    def _note_boundary(self):
+        self._buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        self._generators = generators()
 
     def forward(self, given):
         return self.module(**given)[0]
@@ -107,6 +123,7 @@ class Plain(Side):
                     self.momenta[parameter] = self.program["momentum"] * before + parameter.grad
                     parameter.sub_(RATE * self.momenta[parameter])
         self.module.zero_grad()
+        self._note_boundary()
 
     def train_batch(self, given):
         total = 0.0
@@ -121,7 +138,10 @@ class Plain(Side):
         self.module.zero_grad()
 
     def resume(self, step):
-        pass
+        """As a checkpoint holds it: what the last step left."""
+        for name, buffer in self.module.named_buffers():
+            buffer.copy_(self._buffers[name])
+        set_generators(self._generators)
 
     def state(self):
         values = (*self.module.named_parameters(), *self.module.named_buffers())
@@ -144,7 +164,7 @@ class OnEngine(Side):
             set_values(model, spec, seed, self._plain_name)
         else:
             model = make(spec, seed)
-            show_example(model, batch(program, 0, 0))
+            show_example(model, batch(program, 0, 0, collated=False))
         parallel = {"tensor": program["tensor"]} if program["tensor"] > 1 else {}
         if program["cut"] == "layers":
             parallel = {"schedule": program["schedule"]}

@@ -20,9 +20,9 @@ def is_right(program):
     return not any(program["steps"]) and {*program["model"]["traits"]} <= {*RIGHT}
 
 
-def _must_work(program):
+def _must_work(program, step):
     """Whether a refusal is a finding: where all is right, and in a handler, where nothing else can be done."""
-    return is_right(program) or any(idiom in INTERRUPTS for step in program["steps"] for idiom in step)
+    return is_right(program) or (step >= 0 and any(idiom in INTERRUPTS for idiom in program["steps"][step]))
 
 
 def _is_named(result):
@@ -39,7 +39,7 @@ def _judge_errors(program, results, refusals):
     text = f"rank {rank}, step {chosen[5]}: {chosen[2]}: {chosen[3]}\n{'' if named else chosen[6]}"
     if not named:
         return ("error", "model", chosen[2]), text
-    return (("refused", "model"), text) if refusals or _must_work(program) else None
+    return (("refused", "model"), text) if refusals or _must_work(program, chosen[5]) else None
 
 
 def _apart(name, got, wanted, before):
