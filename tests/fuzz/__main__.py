@@ -32,6 +32,7 @@ def main():
     parser.add_argument("--all", action="store_true", help="print each failing program, not one of each kind")
     parser.add_argument("--pipelines", action="store_true", help="only programs of pipelines")
     parser.add_argument("--models", action="store_true", help="only programs of drawn models, of all their traits")
+    parser.add_argument("--having", nargs="*", default=[], help="of these, programs with all these traits or idioms")
     parser.add_argument("--refusals", action="store_true", help="of these, a named error is a finding too")
     where = {"dest": "on_accelerator", "action": "store_const", "default": None}
     parser.add_argument("--accelerators", **where, const=True, help="only programs on the simulated accelerator")

@@ -16,6 +16,7 @@ import pipelines
 import torch
 from actions import programs
 from drawn import trial
+from drawn.program import names_in
 from drawn.program import program_of as drawn_program_of
 from reference import defined
 from reference.oracle import OPEN
@@ -135,7 +136,7 @@ class Campaign:
 
     def _submit(self, pool):
         is_over = time.monotonic() + self.longest >= self.end or (self.options.first and self.found)
-        seed = None if is_over else next(self.seeds, None)
+        seed = None if is_over else next(filter(self._is_asked_for, self.seeds), None)
         if seed is None:
             return None
         self.drawn += 1
@@ -148,6 +149,9 @@ class Campaign:
         if self.options.pipelines or self.drawn % PIPELINES == 0:
             return pool.submit(try_pipeline, seed, on_accelerator)
         return pool.submit(try_seed, seed, on_accelerator, self.options.settings, shrink, self.end)
+
+    def _is_asked_for(self, seed):
+        return not self.options.having or {*self.options.having} <= names_in(drawn_program_of(seed))
 
     def _count(self, seed, runs, acts, seconds, mismatch):
         self.counts.update(programs=1, runs=runs, acts=acts)

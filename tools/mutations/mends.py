@@ -12,12 +12,16 @@ _CUTTING = "python/deeptide/tensor/cutting"
 
 
 class Mend(NamedTuple):
-    """One replacement in one file, where the old text occurs once, and a seed whose program then fails."""
+    """One replacement in one file, where the old text occurs once.
+
+    having: what programs have that may show it, in words of the fuzzer's --having. seed: of one that does.
+    """
 
     name: str
     file: str
     old: str
     new: str
+    having: tuple[str, ...]
     seed: int | None
 
 
@@ -27,6 +31,7 @@ MENDS = [
         f"{_PASSING}/passage.py",
         "if not are_alike(theirs[1:4], own[1:4]):",
         "if False:",
+        ("stages", "mask", "float32", "returned"),
         None,
     ),
     Mend(
@@ -34,6 +39,7 @@ MENDS = [
         f"{_PASSING}/passage.py",
         "if isinstance(theirs, int) or not is_alike or theirs[0] != own[0]:",
         "if isinstance(theirs, int):",
+        ("stages", "mask", "returned"),
         None,
     ),
     Mend(
@@ -41,6 +47,7 @@ MENDS = [
         f"{_PASSING}/passage.py",
         "            self._guard.begin()\n",
         "",
+        ("stages", "draws", "shared", "torch"),
         None,
     ),
     Mend(
@@ -48,6 +55,7 @@ MENDS = [
         f"{_PASSING}/passage.py",
         "if own[4] != self._drawn and own[4] != theirs[4]:",
         "if False:",
+        ("stages", "draws", "shared", "python"),
         None,
     ),
     Mend(
@@ -55,6 +63,7 @@ MENDS = [
         f"{_PASSING}/passage.py",
         "return self._lacks and not self._skips.is_open()",
         "return False",
+        ("stages", "auxiliary"),
         None,
     ),
     Mend(
@@ -62,6 +71,7 @@ MENDS = [
         f"{_PASSING}/letters.py",
         "tensor.detach().cpu() if is_own else _copied(tensor)",
         "tensor.detach().cpu()",
+        ("stages", "hands_buffer", "layers"),
         None,
     ),
     Mend(
@@ -69,6 +79,7 @@ MENDS = [
         f"{_PASSING}/letters.py",
         "lambda tensor: apply(tensor) if tensor.requires_grad else tensor",
         "lambda tensor: tensor",
+        ("stages", "in_place"),
         None,
     ),
     Mend(
@@ -76,6 +87,7 @@ MENDS = [
         f"{_PASSING}/skips.py",
         "            if version_of(tensor) != version:\n",
         "            if False:\n",
+        ("stages", "skip", "in_place"),
         None,
     ),
     Mend(
@@ -83,6 +95,7 @@ MENDS = [
         "python/deeptide/pipeline/cutting/derivatives.py",
         "    value.register_hook = register  # type: ignore[method-assign]\n",
         "",
+        ("stages", "hook"),
         None,
     ),
     Mend(
@@ -90,6 +103,7 @@ MENDS = [
         "python/deeptide/pipeline/cutting/derivatives.py",
         "if received and not (inputs and all(self._is_complete(tensor, received) for tensor in inputs)):",
         "if False:",
+        ("stages", "grad_inside"),
         None,
     ),
     Mend(
@@ -97,6 +111,7 @@ MENDS = [
         "python/deeptide/pipeline/cutting/shared_buffers.py",
         "if (now is None) != (value is None) or (now is not None and not torch.equal(now, value)):",
         "if False:",
+        ("stages", "shared_norm"),
         None,
     ),
     Mend(
@@ -104,6 +119,7 @@ MENDS = [
         "python/deeptide/pipeline/step/batches.py",
         "            if part[other] != part[readers[0]]:\n",
         "            if False:\n",
+        ("stages", "collated", "layers"),
         None,
     ),
     Mend(
@@ -111,6 +127,7 @@ MENDS = [
         "python/deeptide/activations/again.py",
         "torch.utils.checkpoint.checkpoint(repeatable(function), *values, use_reentrant=False)",
         "torch.utils.checkpoint.checkpoint(function, *values, use_reentrant=False)",
+        ("recompute", "draws", "block"),
         None,
     ),
     Mend(
@@ -118,6 +135,7 @@ MENDS = [
         "python/deeptide/activations/again.py",
         "with self._buffers.as_they_were(before), self._timed():",
         "with self._timed():",
+        ("recompute", "counter"),
         None,
     ),
     Mend(
@@ -125,6 +143,7 @@ MENDS = [
         f"{_CUTTING}/check.py",
         "        add_up(model, verdict.name, team)\n",
         "",
+        ("tensor", "head_norm"),
         None,
     ),
     Mend(
@@ -132,6 +151,7 @@ MENDS = [
         f"{_CUTTING}/check.py",
         "    for verdict in verdicts:\n",
         "    for verdict in ():\n",
+        ("tensor", "head_norm"),
         None,
     ),
     Mend(
@@ -139,6 +159,7 @@ MENDS = [
         "python/deeptide/tensor/axis.py",
         "        _draw_alike(team)\n",
         "        pass\n",
+        ("tensor", "draws"),
         None,
     ),
     Mend(
@@ -146,6 +167,7 @@ MENDS = [
         "python/deeptide/_engine/cut_models.py",
         "    elif part:\n",
         "    elif False:\n",
+        ("tensor", "state_dict"),
         None,
     ),
     Mend(
@@ -153,6 +175,7 @@ MENDS = [
         "python/deeptide/_engine/idioms.py",
         "            _drop(_parameters_of(self))\n",
         "            pass\n",
+        ("other_backward",),
         None,
     ),
     Mend(
@@ -160,6 +183,7 @@ MENDS = [
         "python/deeptide/_engine/idioms.py",
         "        return _look(parameter) if _engines else None\n",
         "        return None\n",
+        ("halve",),
         None,
     ),
     Mend(
@@ -167,6 +191,7 @@ MENDS = [
         "src/engine/state/save.cc",
         "  if (within) restore_last_boundary(loose.buffers);\n",
         "",
+        ("counter", "interrupt_accumulation"),
         None,
     ),
 ]

@@ -101,11 +101,11 @@ class Tree:
             raise SystemExit(f"{test}: pytest ended with {result.returncode}\n{told[-2000:]}")
         return result.returncode == 0
 
-    def fuzz(self, seed):
-        """The first seed whose program fails, of this one, or of a campaign's where it is None; None if none does."""
+    def fuzz(self, seed, having=()):
+        """(the first seed whose program fails, how): of this one, or of a campaign where it is None; else None."""
         asked = [sys.executable, "tests/fuzz", "--models", "--first", "--shrink", "0", "--jobs", "1"]
         asked += ["--seconds", str(SEARCH_SECONDS), "--seed", str(SEARCH_SEED if seed is None else seed)]
-        asked += [] if seed is None else ["--programs", "1"]
+        asked += ["--having", *having] if seed is None else ["--programs", "1"]
         environment = {**os.environ, "PYTHONPATH": str(self.package)}
         result = subprocess.run(asked, cwd=self.copy, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         told = result.stdout.decode(errors="replace")
@@ -118,7 +118,7 @@ class Tree:
 def try_mend(tree, mend, search):
     """Whether the fuzzer finds a model that trains to other numbers without it. Prints what it found."""
     started = time.monotonic()
-    found = with_fault(tree, mend, lambda: tree.fuzz(None if search else mend.seed))
+    found = with_fault(tree, mend, lambda: tree.fuzz(None if search else mend.seed, mend.having))
     word = f"seed {found[0]}: {found[1]}" if found else "NOT FOUND"
     print(f"{mend.name:60} {time.monotonic() - started:4.0f} s  {word}", flush=True)
     return bool(found)

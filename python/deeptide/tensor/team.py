@@ -51,7 +51,10 @@ class Team:
         return self
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a model whose layers are shared by ranks cannot be pickled; save its state_dict()")
+        raise TypeError(
+            "a model whose layers are shared by ranks cannot be pickled: each has a part. Save what "
+            "engine.whole_state_dict() gives, or call engine.save_16bit_model(folder), on all ranks"
+        )
 
     def __repr__(self) -> str:
         return f"Team(size={self.size}, index={self.index})"

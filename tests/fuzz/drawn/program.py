@@ -135,3 +135,13 @@ def program_of(seed, only_right=False):
         },
         "steps": idioms,
     }
+
+
+def names_in(program):
+    """Its traits, idioms and words such as "numpy"; "stages" and "tensor" where it has several."""
+    traits = program["model"]["traits"]
+    ways = [way.values() if isinstance(way, dict) else [way] for way in traits.values()]
+    words = {word for each in ways for word in each if isinstance(word, str)}
+    meshes = {name for name in ("stages", "tensor") if program[name] > 1}
+    idioms = {idiom for step in program["steps"] for idiom in step}
+    return {*traits, *words, *meshes, *idioms, program["cut"], program["policy"], program["through"]}

@@ -42,7 +42,7 @@ class InterruptedStepError(Exception):
 
 
 class Side:
-    """One of both. Subclasses know how a model is trained."""
+    """One of both. Subclasses know how a model is trained. at: the step that is taken; -1: none, but an idiom."""
 
     def __init__(self, program):
         self.program, self.seen = program, []
@@ -50,11 +50,12 @@ class Side:
     def run(self):
         """[(what, value)] of each look, in order; then the state at the end."""
         for step, idioms in enumerate(self.program["steps"]):
-            self.at = step
+            self.at = -1
             self.module.step = step
             for idiom in idioms:
                 if idiom in BEFORE:
                     BEFORE[idiom](self, step)
+            self.at = step
             try:
                 self.take(step, idioms)
             except InterruptedStepError:
@@ -77,9 +78,11 @@ class Side:
             self.backward(loss)
             self._interrupt("interrupt_backward", idioms)
             is_last = micro == len(given) - 1
+            step, self.at = self.at, -1
             for idiom in idioms if is_last else ():
                 if idiom in AFTER:
                     AFTER[idiom](self)
+            self.at = step
             self.step(is_last)
             if not is_last:
                 self._interrupt("interrupt_accumulation", idioms)

@@ -4,6 +4,7 @@
 
 import copy
 import io
+import pickle
 
 import cut
 import edges
@@ -155,11 +156,24 @@ def test_an_averaged_model_averages_the_engines(stage):
 def test_a_stage_of_a_pipeline_is_not_copied():
     def program(world):
         engine = start_on_stages(world)
-        for make_copy in (copy.deepcopy, AveragedModel):
+        for make_copy in (copy.deepcopy, AveragedModel, pickle.dumps, lambda model: torch.save(model, io.BytesIO())):
             with pytest.raises(PipelineError, match=r"engine.snapshot\(\)"):
                 make_copy(engine.module)
         whole = AveragedModel(engine.snapshot())
         assert len(list(whole.module.parameters())) == len(list(models.make_model(kind=Blocks).parameters()))
+
+    run_ranks(2, program)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_saved_model_is_whole(stage):
+    def program(world):
+        engine = edges.start(world, stage)
+        edges.train(engine, 1)
+        file = io.BytesIO()
+        torch.save(engine.module, file)
+        file.seek(0)
+        assert_whole(torch.load(file, weights_only=False).state_dict(), engine)
 
     run_ranks(2, program)
 

@@ -2,7 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs of DeepSpeed's users beside plain torch, under both names, in real processes."""
 
+import copy
 import importlib
+import os
 
 import models
 import pytest
@@ -10,6 +12,9 @@ import torch
 from conftest import run_processes
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
+from torch.optim.swa_utils import AveragedModel
+
+from deeptide import ConfigError
 
 RATE, STEPS = 0.1, 4
 
@@ -131,6 +136,51 @@ def check_least(name, stage):
     engine.destroy()
 
 
+def check_model_idioms(name, stage):
+    """What a program does with the model, and with an optimizer of torch's, between steps."""
+    engine = interface(name).initialize(model=models.make_model(kind=Critic), config=config(stage))[0]
+    real, _ = given(0, engine.global_rank, engine.world_size)
+    engine.backward(engine(real).square().mean())
+    other = torch.optim.AdamW(engine.module.parameters())
+    with pytest.raises(ConfigError, match=r"engine\.step\(\) in its place"):
+        other.step()
+    engine.step()
+    other.step()  # nothing is left to step
+    expected = engine.module_state_dict()
+    averaged = AveragedModel(engine.module)
+    averaged.update_parameters(engine.module)
+    for copied in (copy.deepcopy(engine.module), averaged.module):
+        state = copied.state_dict()
+        assert state.keys() == expected.keys()
+        for key, value in expected.items():
+            torch.testing.assert_close(state[key], value, rtol=0, atol=0)
+    engine.module.share_memory()
+    with pytest.raises(ValueError, match="share_memory"):
+        engine.backward(engine(real).square().mean())
+        engine.step()
+    os._exit(0)  # its peers have raised, too: there is no end together
+
+
+def check_scaling(name, stage):
+    """Torch's GradScaler around an engine: the weights move as without it."""
+    engine, optimizer, *_ = interface(name).initialize(model=models.make_model(kind=Critic), config=config(stage))
+    plain = models.make_model(kind=Critic)
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=RATE)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    rank, ranks = engine.global_rank, engine.world_size
+    for number in range(STEPS):
+        engine.backward(scaler.scale(engine(given(number, rank, ranks)[0]).square().mean()))
+        scaler.unscale_(optimizer)
+        engine.step()
+        scaler.update()
+        plain(given(number, None, ranks)[0]).square().mean().backward()
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+    for own, other in zip(engine.module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.detach(), other.detach(), rtol=1e-5, atol=1e-6)
+    engine.destroy()
+
+
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("name", ["deeptide", "deepspeed"])
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -149,3 +199,15 @@ def test_a_loop_that_clips_trains_as_in_torch(ranks, name, stage):
 @pytest.mark.parametrize("name", ["deeptide", "deepspeed"])
 def test_what_was_there_before_zero_grad_moves_nothing(name, stage):
     run_processes(1, check_least, name, stage)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("name", ["deeptide", "deepspeed"])
+def test_models_are_copied_whole_and_foreign_optimizers_are_named(name, stage):
+    run_processes(2, check_model_idioms, name, stage)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("name", ["deeptide", "deepspeed"])
+def test_a_loop_with_a_scaler_trains_as_in_torch(name, stage):
+    run_processes(2, check_scaling, name, stage)

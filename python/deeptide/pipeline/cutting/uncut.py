@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from deeptide._engine.snapshot import copy_of
+from deeptide.pipeline.errors import copied_whole
 from deeptide.pipeline.passing.elsewhere import Elsewhere
 
 Named = tuple[str, torch.Tensor]
@@ -56,7 +57,8 @@ class Uncut:
             of_cut = [name for name in _MARKS if name in vars(module)]
             stand_ins = [name for name, value in vars(module).items() if isinstance(value, Elsewhere)]
             left_out += [vars(module)[name] for name in (*of_cut, *stand_ins)]
-        twin = copy_of(model, left_out)
+        with copied_whole():
+            twin = copy_of(model, left_out)
         twins = dict(zip(map(id, model.modules()), list(twin.modules()), strict=True))
         for module, kind in kinds:
             twins[id(module)].__class__ = kind

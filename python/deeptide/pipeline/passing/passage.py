@@ -23,7 +23,7 @@ from deeptide._model.recomputation import in_backward, kept_as_they_are
 from deeptide._process import generators
 from deeptide.pipeline.cutting import derivatives
 from deeptide.pipeline.cutting.digest import are_alike, digest, sums_of
-from deeptide.pipeline.errors import PipelineError
+from deeptide.pipeline.errors import PipelineError, reduce
 from deeptide.pipeline.passing import draws
 from deeptide.pipeline.passing.carried import CARRIED, completed, is_carried, placed, take_in, with_values
 from deeptide.pipeline.passing.derived import Derived
@@ -476,6 +476,7 @@ def _staged(kind: type, passage: Passage) -> type:
 
     names = {
         "__call__": call,
+        "__reduce_ex__": reduce,
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "__doc__": kind.__doc__,

@@ -20,7 +20,7 @@ from deeptide import _C
 from deeptide._model.recomputation import in_backward
 from deeptide._process import generators as random_numbers
 from deeptide.pipeline.cutting.digest import digest
-from deeptide.pipeline.errors import PipelineError
+from deeptide.pipeline.errors import PipelineError, reduce
 from deeptide.pipeline.passing.elsewhere import Elsewhere, ElsewhereError, MadeElsewhere, elsewhere_in
 from deeptide.pipeline.passing.letters import Letters, Subject, tensors_in
 
@@ -227,7 +227,7 @@ def relayed(kind: type, relay: Relay, is_running: Callable[[], bool]) -> type:
         assert relay.whole is not None
         return relay.whole(checked, args, kwargs)
 
-    names: dict[str, Any] = {"__call__": call}
+    names: dict[str, Any] = {"__call__": call, "__reduce_ex__": reduce}
     if callable(getattr(kind, "generate", None)):
 
         @functools.wraps(kind.generate)  # type: ignore[attr-defined]
