@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from deeptide.pipeline.passing.elsewhere import ElsewhereError
 from deeptide.pipeline.passing.given import Given
-from deeptide.pipeline.passing.letters import is_as_received, is_handed
+from deeptide.pipeline.passing.letters import is_as_received, is_handed, tensors_in
 
 _thread = threading.local()  # .border: of the forward that runs
 _CURE = "differentiate inside one block, or train the model without a pipeline"
@@ -35,6 +35,19 @@ def _install() -> None:
         return plain(outputs, *args, **kwargs)
 
     torch.autograd._engine_run_backward = run  # type: ignore[attr-defined, assignment, unused-ignore]
+    for name in ("register_hook", "retain_grad"):
+        setattr(torch.Tensor, name, _watched(getattr(torch.Tensor, name)))
+
+
+def _watched(plain: Any) -> Any:
+    @functools.wraps(plain)
+    def method(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        border = getattr(_thread, "border", None)
+        if border is not None:
+            border.check_hook(tensor)
+        return plain(tensor, *args, **kwargs)
+
+    return method
 
 
 class Border:
@@ -46,12 +59,14 @@ class Border:
     def __init__(self) -> None:
         self._first_node = -1  # the number of autograd's first node of this stage's part
         self._arguments: Any = None  # of the block that runs
+        self._chain: set[Any] = set()  # the nodes of what the block before handed on
 
     @contextlib.contextmanager
-    def watching(self, part: int) -> Iterator[None]:
-        """Around a forward; the first part has all that comes before it."""
+    def watching(self, part: int, received: Any) -> Iterator[None]:
+        """Around a forward; the first part has all that comes before it. received: what the block before handed on."""
         _install()
         self._first_node, self._arguments = -1, None
+        self._chain = {tensor.grad_fn for tensor in tensors_in(received)} if part > 0 else set()
         _thread.border = self if part > 0 else None
         try:
             yield
@@ -78,6 +93,18 @@ class Border:
             raise ElsewhereError(
                 f"torch.autograd.{'grad' if inputs else 'backward'} differentiates what comes of values that an "
                 f"earlier stage has sent, and that stage has the rest of the graph: {_CURE}"
+            )
+
+    def check_hook(self, tensor: torch.Tensor) -> None:
+        """Errors: ElsewhereError if an earlier stage has computed this value, too, and has a part of its gradient."""
+        if self._arguments is not None or tensor.grad_fn is None or is_as_received(tensor):
+            return
+        received = _received_by([tensor])
+        if received and not received & self._chain:
+            raise ElsewhereError(
+                "a hook is registered on a value, or its gradient retained, that is computed between blocks of what an "
+                "earlier block returned: each stage that uses it has a part of its gradient. Register the hook on the "
+                "block's output, or compute the value in a module that calls the block"
             )
 
     def _is_complete(self, tensor: torch.Tensor, received: set[Any]) -> bool:

@@ -39,6 +39,7 @@ _GROUPED = _new._grouped_mm.default  # of experts: rows (N, in), (experts, in, o
 
 # The stage that computes a tensor has its gradient, and runs the hooks that its own run of the program registers.
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
+_RETAIN = torch.Tensor.retain_grad
 
 
 class ElsewhereError(RuntimeError):
@@ -84,9 +85,10 @@ class Elsewhere(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Without history: what is computed from it has no values, so no gradients; but for what was received."""
-        if func in _HOOKS:
+        plain = getattr(func, "__wrapped__", func)  # `derivatives` watches them
+        if plain in _HOOKS:
             return RemovableHandle(OrderedDict())
-        if func is torch.Tensor.retain_grad:
+        if plain is _RETAIN:
             return None
         if func in (torch.autograd.grad, torch.autograd.backward):
             raise ElsewhereError(

@@ -136,7 +136,7 @@ class Passage:
             self._guard.begin()
         self._watch(at_part=0)
         try:
-            with self._border.watching(self._here):
+            with self._border.watching(self._here, self._received):
                 output = module(*args, **kwargs)
         except _HandedOn as end:
             self._has_ended, output = True, end.value

@@ -199,6 +199,31 @@ def test_a_hook_that_only_a_later_stage_registers_is_refused():
         run_ranks(2, train, Skipped, True)
 
 
+class Between(Watched):
+    """A value is computed between blocks, of a block's output, and blocks of both stages use it."""
+
+    def __init__(self, watch):
+        super().__init__()
+        self.watch = watch
+
+    def forward(self, x, labels):
+        early = self.blocks[0](self.first(x))
+        half = early / 2
+        if self.watch:
+            getattr(half, self.watch)(*[lambda gradient: gradient.clamp(-0.01, 0.01)][: self.watch == "register_hook"])
+        x = half
+        for block in self.blocks[1:]:
+            x = block(x)
+        return (x + half - labels).square().mean()
+
+
+@pytest.mark.parametrize("watch", ["register_hook", "retain_grad"])
+def test_a_hook_of_which_stages_would_have_parts_is_refused(watch):
+    compared(Between, "")
+    with pytest.raises(PipelineError, match=r"between blocks.*each stage that uses it has a part"):
+        run_ranks(2, train, Between, watch)
+
+
 class Written(Watched):
     """The first block's output is written between blocks of a later stage, and used at the end."""
 
