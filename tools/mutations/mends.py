@@ -23,56 +23,17 @@ class Mend(NamedTuple):
     new: str
     having: tuple[str, ...]
     seed: int | None
+    also: tuple[tuple[str, str, str], ...] = ()  # (file, old, new) of what else would notice
 
 
 MENDS = [
-    Mend(
-        "float masks of stages are compared",
-        f"{_PASSING}/passage.py",
-        "if not are_alike(theirs[1:4], own[1:4]):",
-        "if False:",
-        ("stages", "mask", "float32", "returned"),
-        None,
-    ),
-    Mend(
-        "arguments of blocks on both sides of a border are compared",
-        f"{_PASSING}/passage.py",
-        "if isinstance(theirs, int) or not is_alike or theirs[0] != own[0]:",
-        "if isinstance(theirs, int):",
-        ("stages", "mask", "returned"),
-        None,
-    ),
-    Mend(
-        "torch's numbers between blocks are refused",
-        f"{_PASSING}/passage.py",
-        "            self._guard.begin()\n",
-        "",
-        ("stages", "draws", "shared", "torch"),
-        None,
-    ),
-    Mend(
-        "Python's and NumPy's numbers between blocks are compared",
-        f"{_PASSING}/passage.py",
-        "if own[4] != self._drawn and own[4] != theirs[4]:",
-        "if False:",
-        ("stages", "draws", "shared", "python"),
-        None,
-    ),
-    Mend(
-        "a settled kind opens again",
-        f"{_PASSING}/passage.py",
-        "return self._lacks and not self._skips.is_open()",
-        "return False",
-        ("stages", "auxiliary"),
-        None,
-    ),
     Mend(
         "a message owns its bytes",
         f"{_PASSING}/letters.py",
         "tensor.detach().cpu() if is_own else _copied(tensor)",
         "tensor.detach().cpu()",
         ("stages", "hands_buffer", "layers"),
-        None,
+        7340,
     ),
     Mend(
         "a block may write into what its stage received",
@@ -80,31 +41,15 @@ MENDS = [
         "lambda tensor: apply(tensor) if tensor.requires_grad else tensor",
         "lambda tensor: tensor",
         ("stages", "in_place"),
-        None,
-    ),
-    Mend(
-        "a value that is written on its way to a later stage is refused",
-        f"{_PASSING}/skips.py",
-        "            if version_of(tensor) != version:\n",
-        "            if False:\n",
-        ("stages", "skip", "in_place"),
-        None,
+        7374,
     ),
     Mend(
         "hooks of a value that skips blocks run once",
         "python/deeptide/pipeline/cutting/derivatives.py",
         "    value.register_hook = register  # type: ignore[method-assign]\n",
         "",
-        ("stages", "hook"),
-        None,
-    ),
-    Mend(
-        "derivatives over a stage's border are refused",
-        "python/deeptide/pipeline/cutting/derivatives.py",
-        "if received and not (inputs and all(self._is_complete(tensor, received) for tensor in inputs)):",
-        "if False:",
-        ("stages", "grad_inside"),
-        None,
+        ("stages", "hook", "skip"),
+        10256,
     ),
     Mend(
         "shared buffers that a forward writes are refused",
@@ -112,15 +57,15 @@ MENDS = [
         "if (now is None) != (value is None) or (now is not None and not torch.equal(now, value)):",
         "if False:",
         ("stages", "shared_norm"),
-        None,
+        7271,
     ),
     Mend(
         "micro-batches of first and last stage are compared",
         "python/deeptide/pipeline/step/batches.py",
         "            if part[other] != part[readers[0]]:\n",
         "            if False:\n",
-        ("stages", "collated", "layers"),
-        None,
+        ("stages", "collated", "layers", "draws", "torch"),
+        10297,
     ),
     Mend(
         "recomputation draws Python's and NumPy's numbers again",
@@ -128,7 +73,7 @@ MENDS = [
         "torch.utils.checkpoint.checkpoint(repeatable(function), *values, use_reentrant=False)",
         "torch.utils.checkpoint.checkpoint(function, *values, use_reentrant=False)",
         ("recompute", "draws", "block"),
-        None,
+        7372,
     ),
     Mend(
         "recomputation finds buffers as they were",
@@ -136,7 +81,7 @@ MENDS = [
         "with self._buffers.as_they_were(before), self._timed():",
         "with self._timed():",
         ("recompute", "counter"),
-        None,
+        7489,
     ),
     Mend(
         "gradients that are parts on each tensor rank add up",
@@ -144,7 +89,7 @@ MENDS = [
         "        add_up(model, verdict.name, team)\n",
         "",
         ("tensor", "head_norm"),
-        None,
+        7080,
     ),
     Mend(
         "the start's check compares gradients",
@@ -152,15 +97,7 @@ MENDS = [
         "    for verdict in verdicts:\n",
         "    for verdict in ():\n",
         ("tensor", "head_norm"),
-        None,
-    ),
-    Mend(
-        "tensor ranks draw alike",
-        "python/deeptide/tensor/axis.py",
-        "        _draw_alike(team)\n",
-        "        pass\n",
-        ("tensor", "draws"),
-        None,
+        7080,
     ),
     Mend(
         "state_dict() of a part is refused",
@@ -168,7 +105,7 @@ MENDS = [
         "    elif part:\n",
         "    elif False:\n",
         ("tensor", "state_dict"),
-        None,
+        7336,
     ),
     Mend(
         "zero_grad() of a module drops what the engine took",
@@ -176,7 +113,7 @@ MENDS = [
         "            _drop(_parameters_of(self))\n",
         "            pass\n",
         ("other_backward",),
-        None,
+        7420,
     ),
     Mend(
         "p.grad shows the engine's gradient",
@@ -184,7 +121,7 @@ MENDS = [
         "        return _look(parameter) if _engines else None\n",
         "        return None\n",
         ("halve",),
-        None,
+        7155,
     ),
     Mend(
         "a save in a handler is the last boundary",

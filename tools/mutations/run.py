@@ -131,17 +131,20 @@ def try_fault(tree, fault):
 
 def with_fault(tree, fault, look):
     """What `look` returns while the fault is in the copy."""
-    path = tree.copy / fault.file
-    whole = path.read_text()
-    if whole.count(fault.old) != 1:
-        raise SystemExit(f"{fault.name}: {fault.file} has the old text {whole.count(fault.old)} times, expected once")
-    path.write_text(whole.replace(fault.old, fault.new))
+    edits = ((fault.file, fault.old, fault.new), *getattr(fault, "also", ()))
+    whole = {file: (tree.copy / file).read_text() for file, _, _ in edits}
     try:
+        for file, old, new in edits:
+            text = (tree.copy / file).read_text()
+            if text.count(old) != 1:
+                raise SystemExit(f"{fault.name}: {file} has the old text {text.count(old)} times, expected once")
+            (tree.copy / file).write_text(text.replace(old, new))
         if is_compiled(fault):
             tree.compile()
         return look()
     finally:
-        path.write_text(whole)
+        for file, text in whole.items():
+            (tree.copy / file).write_text(text)
 
 
 def _put_in(tree, chosen, options):

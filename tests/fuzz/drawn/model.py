@@ -162,12 +162,14 @@ class Model(nn.Module):
         if self.begins("draws") and traits["draws"]["where"] == "shared" and self.training:
             shared = _drawn(traits["draws"]["by"])
             hidden = hidden * (1 + shared)
-        extra, first = 0.0, None
+        begin, extra, first = hidden, 0.0, None
         last = len(self.layers)
         if self.begins("exit") and self.training:
             last = traits["exit"]["after"]
         for number, block in enumerate(self.layers[:last]):
             if "skip" in traits and number == len(self.layers) - 1:
+                if traits.get("in_place") == "skipped":
+                    first.mul_(1.5)
                 hidden = hidden + first
             if traits["form"] == "dict":
                 given = block({"hidden": hidden, "mask": mask, "count": count})
@@ -181,11 +183,14 @@ class Model(nn.Module):
             if traits.get("in_place") == "between":
                 hidden += 0.1
             if traits.get("hook") == number and hidden.requires_grad:
-                hidden.register_hook(lambda gradient: gradient / 2)
+                hidden.register_hook(lambda gradient: 2 * gradient.clamp(-0.02, 0.02))
             if self.begins("auxiliary") and traits["auxiliary"]["of"] == "hidden":
                 extra = extra + hidden.square().mean() / 10
         if shared is not None:
             hidden = hidden * (1 + shared)
+        if "slope" in traits and hidden.requires_grad:
+            (slope,) = torch.autograd.grad(hidden.square().sum(), begin, create_graph=True)
+            hidden = hidden + slope / 10
         logits = self.lm_head(self.norm(hidden))
         if labels is None:
             return logits

@@ -15,11 +15,13 @@ Traits, of a model:
   mask: {"type", "of": tokens | batch | hidden, "changes": in each block}; count: a number that blocks add to
   number: an integer that is new in each call: used | given
   counter: a buffer of each block that changes in place; hands_buffer: which the block hands on
-  in_place: a block writes into what it is handed (position | relu), into its own (own); the model does so (between)
+  in_place: a block writes into what it is handed (position | relu), into its own (own); the model does so (between),
+    or into what skips the blocks (skipped)
   draws: {"by": torch | numpy | python, "where": block | shared, "from": step}
   activation: with a parameter (scalar | feature); head_norm: over heads (shared | each); shared_norm: one batch norm
   auxiliary: {"of": hidden | weight, "from": step}; exit: {"after": blocks, "from": step}; skip: past the blocks
-  hook: on the tensor behind that block; grad_inside: a block uses autograd.grad; tie: head and embedding
+  hook: on the tensor behind that block; grad_inside: a block uses autograd.grad; slope: the model does
+  tie: head and embedding
   collated: labels are drawn from torch's generator, as by a collator that masks
 
 Idioms, of a step, as torch's programs have them:
@@ -55,7 +57,7 @@ def traits_of(draw, steps, blocks):
         "number": draw.choice(["used", "given"]),
         "counter": True,
         "hands_buffer": True,
-        "in_place": draw.choice(["position", "relu", "own", "between"]),
+        "in_place": draw.choice(["position", "relu", "own", "between", "skipped"]),
         "draws": {
             "by": draw.choice(["torch", "numpy", "python"]),
             "where": draw.choice(["block", "shared"]),
@@ -69,6 +71,7 @@ def traits_of(draw, steps, blocks):
         "skip": True,
         "hook": draw.randrange(blocks),
         "grad_inside": True,
+        "slope": True,
         "tie": True,
         "collated": True,
     }
@@ -76,7 +79,7 @@ def traits_of(draw, steps, blocks):
 
 def _is_layers(name, way):
     """Whether layers of a PipelineModule can have a trait."""
-    return name in LAYERED and way != "between" and (name != "draws" or way["where"] == "block")
+    return name in LAYERED and way not in ("between", "skipped") and (name != "draws" or way["where"] == "block")
 
 
 def program_of(seed, only_right=False):
@@ -88,6 +91,8 @@ def program_of(seed, only_right=False):
     if traits["mask"]["of"] == "hidden":
         traits["mask"]["type"] = "float32"
     names = draw.sample(sorted(traits), draw.choice([1, 1, 2, 3]))
+    if traits["in_place"] == "skipped" and "in_place" in names and "skip" not in names:
+        names.append("skip")
     idioms = [[] for _ in range(count)]
     for _ in range(draw.choice([0, 0, 1, 2]) if stages * tensor > 1 else draw.choice([1, 2, 3])):
         step, idiom = draw.randrange(count), draw.choice(IDIOMS)
@@ -140,8 +145,8 @@ def program_of(seed, only_right=False):
 def names_in(program):
     """Its traits, idioms and words such as "numpy"; "stages" and "tensor" where it has several."""
     traits = program["model"]["traits"]
-    ways = [way.values() if isinstance(way, dict) else [way] for way in traits.values()]
-    words = {word for each in ways for word in each if isinstance(word, str)}
+    ways = [way if isinstance(way, dict) else {"how": way} for way in traits.values()]
+    words = {key if how is True else how for way in ways for key, how in way.items()}
     meshes = {name for name in ("stages", "tensor") if program[name] > 1}
     idioms = {idiom for step in program["steps"] for idiom in step}
-    return {*traits, *words, *meshes, *idioms, program["cut"], program["policy"], program["through"]}
+    return {*traits, *map(str, words), *meshes, *idioms, program["cut"], program["policy"], program["through"]}

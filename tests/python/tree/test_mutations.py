@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "tools" / "mutations"))
 
 from faults import FAULTS  # noqa: E402
+from mends import MENDS  # noqa: E402
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
@@ -25,3 +26,9 @@ def test_a_fault_has_its_place_and_its_tests(fault):
 
 def test_the_faults_are_twelve_kinds():
     assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 12
+
+
+@pytest.mark.parametrize("mend", MENDS, ids=lambda mend: mend.name)
+def test_a_mend_has_its_place(mend):
+    for file, old, new in ((mend.file, mend.old, mend.new), *mend.also):
+        assert (ROOT / file).read_text().count(old) == 1 and new != old

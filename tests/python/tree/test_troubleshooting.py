@@ -27,7 +27,7 @@ OF_OTHERS = {"No package metadata was found for deepspeed"}  # importlib's
 RELAYS = """
 agreement.cc awaited_operation.h batches.py bind_custom_optimizer.cc blocking.cc boundary.cc boundary.cc
 check.py command_line.cc commands.py config.py config.py configuration.py configuration.py contents.cc costs.py
-elasticity.py elasticity.py engine.py
+elasticity.py elasticity.py engine.py errors.py errors.py
 flight_files.cc host.cc io_bench.cc io_bench.cc io_threads.cc io_uring.cc layer_costs.cc live_model.cc live_state.cc
 log.py log.py logging.py meeting.cc modules.py modules.py modules.py node_local.cc node_local.cc parameters.py
 passage.py passage.py

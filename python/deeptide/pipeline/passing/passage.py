@@ -144,6 +144,11 @@ class Passage:
             if not self._goes_without(error.tensors):
                 raise PipelineError(f"{self._where()}: {error}; {self._cure}") from error
             output = _VOID
+        except StopIteration as error:
+            raise PipelineError(
+                f"{self._where()}: the model takes the first of no values, as by next(module.parameters()) of a module "
+                "whose parameters another stage has: ask the inputs for their type and device"
+            ) from error
         except RuntimeError as error:
             if "differentiated Tensor" not in str(error):
                 raise

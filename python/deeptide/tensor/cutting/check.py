@@ -78,6 +78,12 @@ class Checked:
         if self.whole is not None:
             self.whole = with_gradients(self._model, self.whole, slices, self._team)
 
+    @contextmanager
+    def evaluated(self) -> Iterator[None]:
+        """Inside, the model computes as `whole` did: in evaluation mode, with the same numbers where it draws any."""
+        with _evaluated(self._model, self.whole is not None and self.whole.draws):
+            yield
+
     def _restore(self) -> None:
         self._perturbed.restore(self._slices, self._team)
         self._buffers.restore()

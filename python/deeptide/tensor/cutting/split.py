@@ -127,13 +127,13 @@ def _plan_by_names_or_flow(
         plan, _ = plan_for(model, specs, use_rule)
     except ConfigError as refusal:
         error = refusal
-    inputs = checked.whole.inputs
-    beside = words_and_heads(model)
-    pairs = [pair for pair in pairs_of(model, inputs) if not beside.keys() & {pair.row, *pair.columns}]
-    pairs = [pair for pair in pairs if pair.is_in_a_block] or pairs
-    if error is None and fits(plan, pairs):
-        return plan | plan_of_pairs(model, with_values_per_feature(model, plan, pairs), inputs, team), False
-    found = plan_of_pairs(model, pairs, inputs, team)
+    inputs, beside = checked.whole.inputs, words_and_heads(model)
+    with checked.evaluated():
+        pairs = [pair for pair in pairs_of(model, inputs) if not beside.keys() & {pair.row, *pair.columns}]
+        pairs = [pair for pair in pairs if pair.is_in_a_block] or pairs
+        if error is None and fits(plan, pairs):
+            return plan | plan_of_pairs(model, with_values_per_feature(model, plan, pairs), inputs, team), False
+        found = plan_of_pairs(model, pairs, inputs, team)
     if not found and error is not None:
         raise error
     return (_with_ties(model, {**beside, **found}), False) if found else (plan, False)

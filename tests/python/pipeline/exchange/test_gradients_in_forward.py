@@ -238,3 +238,18 @@ class Written(Watched):
 def test_a_value_that_is_written_on_its_way_is_refused():
     with pytest.raises(PipelineError, match=r"output of 'blocks\.0' is written in place.*clone\(\)"):
         run_ranks(4, train, Written)
+
+
+class Asking(Watched):
+    """Takes the type of a block's first parameter, as Transformers' `module.dtype` does."""
+
+    def forward(self, x, labels):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return (x - labels.to(next(self.blocks[0].parameters()).dtype)).square().mean()
+
+
+def test_a_program_that_asks_for_a_parameter_of_another_stage_is_told():
+    with pytest.raises(PipelineError, match=r"next\(module\.parameters\(\)\).*another stage has"):
+        run_ranks(2, train, Asking)

@@ -75,6 +75,29 @@ def train(world, knows_heads, tensor):
     return {name: cut.moved(name, before, after) for name in before}, shapes
 
 
+class Dropping(nn.Module):
+    """A layer between which and the next one dropout draws, and a batch norm that takes one row in evaluation alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.drop, self.out = nn.Linear(WIDTH, 48), nn.Dropout(0.5), nn.Linear(48, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x):
+        return self.norm(x + self.out(self.drop(F.gelu(self.fc(x)))))
+
+
+def test_layers_around_a_dropout_are_cut_as_they_compute_in_evaluation():
+    def rank(world):
+        model = models.make_model(kind=lambda: nn.ModuleList([Dropping()])[0])
+        split_model(model, make_team(2, world, 60.0), example={"x": torch.ones(1, WIDTH)})
+        assert model.training
+        assert model.norm.num_batches_tracked == 0
+        return tuple(model.fc.weight.shape), tuple(model.out.weight.shape)
+
+    assert run_ranks(2, rank) == [((24, WIDTH), (WIDTH, 24))] * 2
+
+
 @pytest.mark.parametrize("knows_heads", [False, True])
 def test_a_plain_gpt_is_cut_and_trains_as_the_whole_one(knows_heads):
     """Attention that asks its input for a head's features gets its features joined; the other one has heads there."""
