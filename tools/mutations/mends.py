@@ -22,7 +22,7 @@ class Mend(NamedTuple):
     old: str
     new: str
     having: tuple[str, ...]
-    seed: int | None
+    seed: int
     also: tuple[tuple[str, str, str], ...] = ()  # (file, old, new) of what else would notice
 
 
@@ -122,13 +122,5 @@ MENDS = [
         "        return None\n",
         ("halve",),
         7155,
-    ),
-    Mend(
-        "a save in a handler is the last boundary",
-        "src/engine/state/save.cc",
-        "  if (within) restore_last_boundary(loose.buffers);\n",
-        "",
-        ("counter", "interrupt_accumulation"),
-        None,
     ),
 ]
