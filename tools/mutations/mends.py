@@ -23,7 +23,6 @@ class Mend(NamedTuple):
     new: str
     having: tuple[str, ...]
     seed: int
-    also: tuple[tuple[str, str, str], ...] = ()  # (file, old, new) of what else would notice
 
 
 MENDS = [

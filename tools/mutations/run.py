@@ -131,20 +131,17 @@ def try_fault(tree, fault):
 
 def with_fault(tree, fault, look):
     """What `look` returns while the fault is in the copy."""
-    edits = ((fault.file, fault.old, fault.new), *getattr(fault, "also", ()))
-    whole = {file: (tree.copy / file).read_text() for file, _, _ in edits}
+    path = tree.copy / fault.file
+    whole = path.read_text()
+    if whole.count(fault.old) != 1:
+        raise SystemExit(f"{fault.name}: {fault.file} has the old text {whole.count(fault.old)} times, expected once")
+    path.write_text(whole.replace(fault.old, fault.new))
     try:
-        for file, old, new in edits:
-            text = (tree.copy / file).read_text()
-            if text.count(old) != 1:
-                raise SystemExit(f"{fault.name}: {file} has the old text {text.count(old)} times, expected once")
-            (tree.copy / file).write_text(text.replace(old, new))
         if is_compiled(fault):
             tree.compile()
         return look()
     finally:
-        for file, text in whole.items():
-            (tree.copy / file).write_text(text)
+        path.write_text(whole)
 
 
 def _put_in(tree, chosen, options):
@@ -167,7 +164,7 @@ def _take_out(tree, chosen, options):
     """The mends without which the fuzzer found nothing, or whose program fails with them."""
     survived = []
     for mend in chosen if options.baseline else ():
-        if mend.seed is not None and tree.fuzz(mend.seed):
+        if tree.fuzz(mend.seed):
             survived.append(f"the program of seed {mend.seed} fails as the tree is")
             print(survived[-1], flush=True)
     return survived + [mend.name for mend in chosen if not try_mend(tree, mend, options.search)]
