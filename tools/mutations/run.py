@@ -130,7 +130,7 @@ def try_fault(tree, fault):
 
 
 def with_fault(tree, fault, look):
-    """What `look` returns while the fault is in the copy."""
+    """Returns look(), called while the fault is in the copy."""
     path = tree.copy / fault.file
     whole = path.read_text()
     if whole.count(fault.old) != 1:
@@ -145,7 +145,7 @@ def with_fault(tree, fault, look):
 
 
 def _put_in(tree, chosen, options):
-    """What no test noticed, or failed without a fault."""
+    """Returns the faults that no test noticed, and tests that fail without a fault."""
     survived = []
     for test in dict.fromkeys(test for fault in chosen for test in fault.tests if options.baseline):
         if tree.passes(test, case_limit=1) is not True:

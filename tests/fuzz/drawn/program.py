@@ -96,7 +96,7 @@ def program_of(seed, only_right=False):
     idioms = [[] for _ in range(count)]
     for _ in range(draw.choice([0, 0, 1, 2]) if stages * tensor > 1 else draw.choice([1, 2, 3])):
         step, idiom = draw.randrange(count), draw.choice(IDIOMS)
-        # What a program seeds after initialize is in no boundary before the first step's.
+        # No boundary before the first step's has what a program seeds after initialize.
         idioms[max(step, 1) if idiom in INTERRUPTS and "draws" in names else step].append(idiom)
     form = draw.choice(FORMS)
     if {"hands_buffer", "count"} & set(names) and form in ("tensor", "tuple"):

@@ -141,7 +141,7 @@ class Plain(Side):
         self.module.zero_grad()
 
     def resume(self, step):
-        """As a checkpoint holds it: what the last step left."""
+        """Goes back to what the last step left, as a checkpoint holds it."""
         for name, buffer in self.module.named_buffers():
             buffer.copy_(self._buffers[name])
         set_generators(self._generators)

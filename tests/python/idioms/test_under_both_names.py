@@ -137,7 +137,7 @@ def check_least(name, stage):
 
 
 def check_model_idioms(name, stage):
-    """What a program does with the model, and with an optimizer of torch's, between steps."""
+    """Copies of the model, and an optimizer of torch's beside it, between steps."""
     engine = interface(name).initialize(model=models.make_model(kind=Critic), config=config(stage))[0]
     real, _ = given(0, engine.global_rank, engine.world_size)
     engine.backward(engine(real).square().mean())
