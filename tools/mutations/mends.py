@@ -40,7 +40,7 @@ MENDS = [
         "lambda tensor: apply(tensor) if tensor.requires_grad else tensor",
         "lambda tensor: tensor",
         ("stages", "in_place"),
-        7374,
+        7780,
     ),
     Mend(
         "hooks of a value that skips blocks run once",
@@ -48,7 +48,7 @@ MENDS = [
         "    value.register_hook = register  # type: ignore[method-assign]\n",
         "",
         ("stages", "hook", "skip"),
-        10256,
+        9574,
     ),
     Mend(
         "shared buffers that a forward writes are refused",

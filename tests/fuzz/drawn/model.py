@@ -183,7 +183,7 @@ class Model(nn.Module):
             if traits.get("in_place") == "between":
                 hidden += 0.1
             if traits.get("hook") == number and hidden.requires_grad:
-                hidden.register_hook(lambda gradient: 2 * gradient.clamp(-0.02, 0.02))
+                hidden.register_hook(lambda gradient: 2 * gradient.clamp(min=0))
             if self.begins("auxiliary") and traits["auxiliary"]["of"] == "hidden":
                 extra = extra + hidden.square().mean() / 10
         if shared is not None:
