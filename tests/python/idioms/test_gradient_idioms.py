@@ -423,3 +423,12 @@ def test_programs_that_call_autograd_themselves_are_not_told(capfd):
         loss_of(engine.module, 0, number).backward()
         engine.step()
     assert "did not begin" not in capfd.readouterr().err
+
+
+def test_a_hook_in_a_forward_sees_the_gradient_of_the_loss_that_backward_was_given():
+    seen = []
+    engine = deeptide.initialize(model=edges.Net(), config=models.config(0, gas=4))[0]
+    output = engine(edges.inputs())
+    output.register_hook(seen.append)
+    engine.backward(output.sum())
+    torch.testing.assert_close(seen, [torch.ones_like(output)])
