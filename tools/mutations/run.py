@@ -163,9 +163,9 @@ def _put_in(tree, chosen, options):
 def _take_out(tree, chosen, options):
     """The mends without which the fuzzer found nothing, or whose program fails with them."""
     survived = []
-    for mend in chosen if options.baseline else ():
-        if tree.fuzz(mend.seed):
-            survived.append(f"the program of seed {mend.seed} fails as the tree is")
+    for seed in dict.fromkeys(mend.seed for mend in chosen if options.baseline):
+        if tree.fuzz(seed):
+            survived.append(f"the program of seed {seed} fails as the tree is")
             print(survived[-1], flush=True)
     return survived + [mend.name for mend in chosen if not try_mend(tree, mend, options.search)]
 

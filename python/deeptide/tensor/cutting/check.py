@@ -161,7 +161,7 @@ def _trial(model: nn.Module, inputs: Example) -> Trial:
         outputs = outputs_of(model, inputs)
     in_torch = draws.maybe and not torch.equal(before, torch.get_rng_state())
     in_interpreter = interpreter != generators.of_interpreter()
-    if in_torch:
+    if in_torch:  # not where another thread alone drew, whose numbers would come twice
         torch.set_rng_state(before)
     if in_interpreter:
         generators.set_interpreter(interpreter)

@@ -89,7 +89,7 @@ class Dropping(nn.Module):
 
 def test_layers_around_a_dropout_are_cut_as_they_compute_in_evaluation():
     def rank(world):
-        model = models.make_model(kind=lambda: nn.ModuleList([Dropping()])[0])
+        model = models.make_model(kind=Dropping)
         split_model(model, make_team(2, world, 60.0), example={"x": torch.ones(1, WIDTH)})
         assert model.training
         assert model.norm.num_batches_tracked == 0
